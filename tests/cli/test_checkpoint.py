@@ -122,7 +122,9 @@ def test_verify_takes_checkpoints_by_their_own_paths(run, capsys):
     shown = capsys.readouterr().out
     assert "actor_train/weights is missing" in shown
     assert "step-2" in shown.splitlines()[-1]
-    code, rows = listed(capsys, "verify", str(run.checkpoints / "step-2"), str(run.checkpoints / "step-4"))
+    places = [str(run.checkpoints / f"step-{step}") for step in (2, 4)]
+    assert listed(capsys, "verify", places[0], "--json", places[1]) == listed(capsys, "verify", *places)
+    code, rows = listed(capsys, "verify", *places)
     assert code == 1
     assert [row["state"] for row in rows] == ["intact", "damaged: actor_train/weights is missing"]
 

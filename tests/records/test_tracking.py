@@ -131,12 +131,18 @@ def test_steps_are_read_in_order_and_later_lines_complete_earlier_ones(tmp_path:
 
 
 def test_what_a_run_has_again_is_what_was_computed() -> None:
-    computed = {"step": 3, "actor/loss": 0.5, "weight_sync/version": 2.0, "tokens/trained": 7.0}
+    computed = {"step": 3, "actor/loss": 0.5, "weight_sync/version": 2.0, "tokens/trained": 7.0, "env/a/steps": 2.0}
     timing = {
         "time": 1.5,
         "time/rollout": 0.1,
         "tokens_per_s/step": 9.0,
         "weight_sync/seconds": 0.2,
+        "env/guess/step_s/mean": 0.3,
+        "env/guess/reset_s/max": 0.3,
+        "env/agent/run_s/mean": 0.3,
+        "val/time/rollout": 0.1,
+        "acme/load_seconds": 0.4,
+        "checkpoint_store/step": 3.0,
         "engine/actor_infer/running/max": 4.0,
     }
     assert repeatable(computed | timing) == computed

@@ -155,9 +155,14 @@ def test_environments_are_listed_with_package_and_keys(capsys: pytest.CaptureFix
 def test_an_episode_is_played_by_hand(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["/hint", '/call python {"expression": "2 + 3"}', "/call python", "1"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    assert cli.main(["envs", "play", "math_with_python", "num_operations=1", "--seed", "3"]) == 0
+    words = ["envs", "play", "math_with_python", "num_operations=1", "--seed", "3"]
+    assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert mentions(shown, "[hint]", "[tool] 5", "error", "[end]")
+    for order in ([4, 5, 2, 3], [2, 4, 5, 3]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+        assert cli.main([*words[:2], *(words[index] for index in order)]) == 0
+        assert capsys.readouterr().out == shown
 
 
 def test_a_task_has_the_columns_of_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from roll_core.spec.environment import Reply
 from roll_environments.mcp_adapter import McpServer
 from roll_environments.targets import WrappedError
 from roll_testing import EnvironmentConformance
+from roll_testing.errors import mentions, raises_error
 
 pytestmark = pytest.mark.engine("mcp")
 SERVER = str(Path(__file__).parent / "server_mcp.py")
@@ -79,6 +80,22 @@ def test_a_failure_names_the_server_and_never_is_a_reward(stage: str) -> None:
 def test_a_command_that_does_not_start_is_named() -> None:
     with pytest.raises(WrappedError, match="no_such_command"):
         play(McpServer(command=["no_such_command"], **HIDDEN), [])
+
+
+@pytest.mark.parametrize(
+    ("code", "written"), [("import sys; sys.exit('no key of the service')", "key"), ("raise OSError('disk 7')", "disk")]
+)
+def test_a_server_that_exits_at_once_is_quoted(code: str, written: str) -> None:
+    with raises_error(WrappedError, sys.executable, written):
+        play(McpServer(command=[sys.executable, "-c", code], **HIDDEN), [])
+
+
+def test_an_address_without_a_server_is_named() -> None:
+    port = free_port()
+    with pytest.raises(WrappedError) as caught:
+        play(McpServer(url=f"http://127.0.0.1:{port}/mcp", **HIDDEN), [])
+    assert mentions(str(caught.value), port)
+    assert "ExceptionGroup" not in str(caught.value)
 
 
 def test_a_missing_tool_is_named() -> None:

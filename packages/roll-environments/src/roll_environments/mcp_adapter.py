@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
+import sys
+import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -10,7 +15,7 @@ from typing_extensions import override
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.types import Reward
 from roll_environments.supervised import supervised
-from roll_environments.targets import WrappedError, calls_to, load
+from roll_environments.targets import WrappedError, calls_to, described, load
 from roll_environments.tool_calls import ToolCallError, as_text, assistant_message, correction, tool_calls, tool_turn
 
 if TYPE_CHECKING:
@@ -22,6 +27,12 @@ if TYPE_CHECKING:
 
 INVALID_PARAMS = -32602
 """JSON-RPC's code of a call with wrong arguments: a mistake of the model. Other codes are failures of the server."""
+
+
+MAX_LINES, MAX_CHARACTERS = 40, 1000
+"""Lines and characters of a server's standard error in the error of a failed start."""
+CLOSE_S = 2.0
+"""Seconds to wait for the end of a server's standard error. A process that the server left behind may keep it open."""
 
 
 class McpServer(Environment):
@@ -43,12 +54,15 @@ class McpServer(Environment):
         self.tools, self.reset_tool, self.reward_tool, self.reward = tools, reset_tool, reward_tool, reward
         self.what = f"MCP server {url or ' '.join(command)}"
         self.open: list[AbstractContextManager[Any]] = []
+        self.stderr: _StandardError | None = None
 
     @override
     def reset(self, task: Task, seed: int) -> Opening:
         self.task = dict(task)
-        with calls_to(self.what, "start"):
+        try:
             self._connect()
+        except Exception as error:  # a server of the user
+            raise WrappedError(f"{self.what}: start: {self._reason(error)}") from error
         with calls_to(self.what, "tools/list"):
             listed = self._list_tools()
         hidden = {each for each in (self.reset_tool, self.reward_tool) if each}
@@ -95,8 +109,12 @@ class McpServer(Environment):
 
     @override
     def close(self) -> None:
-        while self.open:
-            self.open.pop().__exit__(None, None, None)
+        try:
+            while self.open:
+                self.open.pop().__exit__(None, None, None)
+        finally:
+            if self.stderr is not None:
+                self.stderr.close()
 
     def _connect(self) -> None:
         """Start an event loop in a thread, and on it the client, which starts the server."""
@@ -105,14 +123,26 @@ class McpServer(Environment):
 
         server: Any = self.url
         if self.url is None:
+            if shutil.which(self.command[0]) is None:
+                raise FileNotFoundError(f"there is no program {self.command[0]}: name one that is on PATH")
             command = supervised(self.command)
-            server = mcp.stdio_client(mcp.StdioServerParameters(command=command[0], args=command[1:], env=self.env))
+            parameters = mcp.StdioServerParameters(command=command[0], args=command[1:], env=self.env)
+            self.stderr = _StandardError()
+            server = mcp.stdio_client(parameters, errlog=self.stderr.file)
         manager: AbstractContextManager[Any] = start_blocking_portal()
         self.portal = manager.__enter__()
         self.open.append(manager)
         client = self.portal.wrap_async_context_manager(mcp.Client(server))
         self.client = client.__enter__()
         self.open.append(client)
+
+    def _reason(self, error: BaseException) -> str:
+        """Why the server did not start: the first error of nested groups, and what the server wrote."""
+        self.close()  # so that all of its standard error has arrived
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        written = self.stderr.tail() if self.stderr is not None else ""
+        return f"{described(error)}{f'; the server wrote: {written}' if written else ''}"
 
     def _list_tools(self) -> dict[str, dict[str, Any]]:
         """Schemas of the parameters of all tools, by name."""
@@ -159,6 +189,32 @@ class McpServer(Environment):
                 return call.error(error.__cause__), 1.0
             raise
         return (call.error(text), 1.0) if failed else (call.result(text), 0.0)
+
+
+class _StandardError:
+    """Passes on what a server writes to its standard error, and keeps the end of it."""
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        self.file = os.fdopen(write, "w", encoding="utf-8")
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._thread = threading.Thread(target=self._pass_on, args=(read,), daemon=True)
+        self._thread.start()
+
+    def _pass_on(self, read: int) -> None:
+        with os.fdopen(read, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._lines.append(line)
+                sys.stderr.write(line)
+
+    def close(self) -> None:
+        """Close this process's end, and wait until the server's is closed as well."""
+        self.file.close()
+        self._thread.join(CLOSE_S)
+
+    def tail(self) -> str:
+        """The last lines, on one."""
+        return " ".join("".join(self._lines).split())[-MAX_CHARACTERS:]
 
 
 def _text(content: Any) -> str:

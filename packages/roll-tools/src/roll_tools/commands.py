@@ -151,7 +151,7 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
         default=[],
         help="change a key of strategy_config, such as tensor_model_parallel_size=1; may be repeated",
     )
-    options = parser.parse_args(words)
+    options = _parse_action(parser, actions, words)
     if options.action == "convert":
         from roll_tools.convert import convert_checkpoint
 
@@ -172,6 +172,17 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
     if options.action == "list":
         return list_checkpoints(options.place, as_json=options.json, digests=options.verify, store=store)
     return verify_checkpoints(options.places, as_json=options.json, store=store)
+
+
+def _parse_action(
+    parser: argparse.ArgumentParser, actions: argparse._SubParsersAction[argparse.ArgumentParser], words: Sequence[str]
+) -> argparse.Namespace:
+    """Parse the words of a command with actions. Those of an action may be in any order, which argparse does not do."""
+    if not words or words[0] not in actions.choices:
+        return parser.parse_args(words)
+    options = actions.choices[words[0]].parse_intermixed_args(words[1:])
+    options.action = words[0]
+    return options
 
 
 def envs(words: Sequence[str], registry: Registry) -> int:
@@ -199,7 +210,7 @@ def envs(words: Sequence[str], registry: Registry) -> int:
     playing.add_argument(
         "--max-turns", metavar="N", type=_count, help="end the episode after N turns (default with --engine: 32)"
     )
-    options = parser.parse_args(words)
+    options = _parse_action(parser, actions, words)
     from roll_tools.environments import list_environments, play_environment
 
     if options.action == "list":
@@ -277,7 +288,7 @@ def report(words: Sequence[str], registry: Registry) -> int:
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, help="page that compares several runs (default: comparison.html)"
     )
-    options = parser.parse_args(words)
+    options = parser.parse_intermixed_args(words)
     if options.out and len(options.runs) == 1:
         parser.error("-o only with several runs: the report of one run is in its directory")
     from roll_tools.comparison import write_comparison

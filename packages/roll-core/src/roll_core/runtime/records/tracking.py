@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import time
 from contextvars import ContextVar
@@ -28,7 +29,9 @@ TRACE: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
 """The context that calls of workers carry. A stage sets it if a tracker records spans."""
 
 _LOWER = ("loss", "nll", "perplexity", "/kl", "kl/", "divergence", "failures", "retries", "approx_kl")
-_TIMING = ("time", "tokens_per_s/", "weight_sync/seconds", "engine/", "checkpoint_store/")
+_DURATION = re.compile(r"(?:\A|/)(?:time|seconds|\w+_s|\w+_seconds)(?:/|\Z)")
+"""Names of durations and of rates per second: they have a part that is `time` or `seconds`, or ends with `_s`."""
+_BY_ARRIVAL = ("engine/", "checkpoint_store/")
 
 
 class MetricsFile(LineWriter):
@@ -81,9 +84,14 @@ def ranges(steps: Iterable[int]) -> str:
 def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that a run with the same seed reproduces bit for bit.
 
-    Omits durations, and engine metrics, because batching, waiting and caching depend on when requests arrive.
+    Omits durations, and metrics of engines and of the checkpoint store, because batching, waiting, caching and copying
+    depend on the clock.
     """
-    return {name: value for name, value in metrics.items() if not name.startswith(_TIMING)}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not name.startswith(_BY_ARRIVAL) and _DURATION.search(name) is None
+    }
 
 
 def is_lower_better(name: str) -> bool:
