@@ -54,6 +54,18 @@ def test_what_only_a_gpu_can_show_never_passes_on_a_cpu(suite, tmp_path):
     assert (entry["status"], entry["why"]) == ("needs a GPU", "two GPUs")
 
 
+@pytest.mark.parametrize("device", ["rocm", "acme"])
+def test_any_platform_can_be_named(suite, tmp_path, monkeypatch, device):
+    """A platform that this host lacks is an error of the probe, not of the command line."""
+    command = ["./run gpu", "--device", device, "--only", "probe", "extensions", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert suite.main() == 1
+    parts = {each["part"]: each for each in json.loads((tmp_path / f"{device}.json").read_text())["parts"]}
+    assert parts["probe"]["status"] == "failed"
+    assert mentions("\n".join(parts["probe"]["output"]), device)
+    assert parts["extensions"]["status"] == "not run"
+
+
 def test_results_are_there_after_each_part(suite, tmp_path):
     results = suite.Results(tmp_path, "cpu")
     for number in (1, 2):

@@ -1,8 +1,9 @@
 """What `./run gpu` checks: each function is one process, whose last line is JSON with its figures and aims.
 
-    python tools/gpu/programs.py NAME --device cuda|cpu [arguments]
+    python tools/gpu/programs.py NAME --device PLATFORM [arguments]
 
-On a CPU the same code runs with tiny shapes. Exit codes: 0 passed, 1 failed, 77 not run here (the reason is printed).
+A platform is `cpu`, or that of an accelerator: `cuda`, `rocm`, `npu`, or another package's. On a CPU the same code runs
+with tiny shapes. Exit codes: 0 passed, 1 failed, 77 not run here (the reason is printed).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from roll_core.spec.model import ModelSpec
+    from roll_core.spec.platform import Platform
     from roll_core.types import TrainSequence
     from roll_infer_hf.engine import HFInferStrategy
     from roll_strategy_hf.train import HFTrainStrategy
@@ -93,9 +96,30 @@ async def start_engine(model: ModelSpec, device: str, **config: Any) -> HFInferS
     return engine
 
 
+@cache
+def find_platform(name: str) -> Platform:
+    """The platform of `--device`."""
+    from roll_core.plugins.registry import load_registry
+    from roll_core.runtime.cluster.platform import select_platform
+
+    return select_platform(load_registry(), name)
+
+
 def torch_device(device: str) -> str:
-    """The first device of the kind."""
-    return "cuda:0" if device == "cuda" else "cpu"
+    """Torch's name of the platform's first device: `cuda:0` for `rocm`, too."""
+    return find_platform(device).device(0)
+
+
+def memory_is_shared(device: str) -> bool:
+    """True if processes can share memory of the platform's devices."""
+    from roll_modeling.device_memory import device_memory
+
+    return device_memory(torch_device(device)) is not None
+
+
+def has_kernels(device: str) -> bool:
+    """True if the compiled decoding kernels have a variant for the platform."""
+    return device in ("cpu", "cuda")
 
 
 def make_sequences(count: int, length: int, vocabulary: int) -> list[TrainSequence]:
@@ -112,13 +136,13 @@ def make_sequences(count: int, length: int, vocabulary: int) -> list[TrainSequen
 
 
 def used_bytes(device: str) -> int:
-    """Bytes that torch holds on the device."""
+    """Bytes of the device that no other process can allocate: torch keeps freed memory reserved until it returns it."""
     import torch
 
-    if device != "cuda":
+    if device == "cpu":
         return 0
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
+    torch.accelerator.synchronize(torch_device(device))
+    return torch.accelerator.memory_reserved(torch_device(device))
 
 
 def report(figures: Mapping[str, Any], aims: Iterable[tuple[str, float, str, bool]] = (), **more: Any) -> None:
@@ -140,12 +164,7 @@ def probe(device: str) -> int:
     """Platform, devices, a matrix product, and what `roll-core doctor` finds."""
     import torch
 
-    from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.cluster.platform import select_platform
-
-    platform = select_platform(load_registry(), None)
-    if platform.device_type != device:
-        raise MissedError(f"the platform chosen is {platform.name}, and the device asked for is {device}")
+    platform = find_platform(device)
     ones = torch.ones(64, 64, device=torch_device(device))
     if float((ones @ ones).sum()) != 64.0**3:
         raise MissedError("a product of ones is wrong on this device")
@@ -164,9 +183,11 @@ def probe(device: str) -> int:
 
 def kit(device: str, select: str) -> int:
     """A conformance kit, by pytest; failed tests are in the result by name."""
+    if "Compiled" in select and not has_kernels(device):
+        return not_run(f"the kernels have no variant for {device}")
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "report.xml"
-        chosen = f"Test{select}" if device == "cuda" else f"Test{select} and ({QUICK_TESTS})"
+        chosen = f"Test{select}" if device != "cpu" else f"Test{select} and ({QUICK_TESTS})"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={file}"]
         command += [str(HERE / "kits.py"), "-k", chosen]
         subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "ROLL_GPU_PLATFORM": device}, check=False)
@@ -185,7 +206,7 @@ def quickstart(device: str) -> int:
     """SFT and GRPO of the quick start; the accuracies of a CPU are 0.44 and 0.97."""
     examples = REPOSITORY / "examples" / "quickstart"
     subprocess.run([sys.executable, str(examples / "make_data.py")], cwd=REPOSITORY, check=True)
-    rehearsal = [] if device == "cuda" else ["max_steps=2", "eval_steps=2"]
+    rehearsal = [] if device != "cpu" else ["max_steps=2", "eval_steps=2"]
     scores = {}
     with tempfile.TemporaryDirectory() as output:
         pretrain = [f"pretrain={output}/quickstart-sft/latest/export"]
@@ -200,19 +221,17 @@ def quickstart(device: str) -> int:
         ("accuracy after SFT", scores["sft"], "0.35 to 0.55", 0.35 <= scores["sft"] <= 0.55),
         ("accuracy after GRPO", scores["grpo"], ">= 0.92", scores["grpo"] >= 0.92),
     ]
-    report({} if device == "cuda" else {"steps": 2}, aims if device == "cuda" else ())
-    return 0 if device != "cuda" or all(each[-1] for each in aims) else 1
+    report({} if device != "cpu" else {"steps": 2}, aims if device != "cpu" else ())
+    return 0 if device == "cpu" or all(each[-1] for each in aims) else 1
 
 
 def transport(device: str, which: str) -> int:
     """Weights of a trainer in an engine, proven: in one process, or in two on one device."""
-    if which == "nccl":
-        import torch
-
-        if torch.cuda.device_count() < 2:
-            return not_run("needs two GPUs: NCCL takes one process per GPU")
-        which = "collective"
-    seconds, num_bytes = sync_once(device, which, "small" if device == "cuda" else "tiny", rounds=3)
+    if which == "collective" and find_platform(device).device_count() < 2:
+        return not_run("needs two devices: collective libraries take one process for each")
+    if which == "cuda_ipc" and not memory_is_shared(device):
+        return not_run(f"memory of {device} cannot be shared between processes")
+    seconds, num_bytes = sync_once(device, which, "small" if device != "cpu" else "tiny", rounds=3)
     report({"seconds": min(seconds), "MB": num_bytes / 1e6})
     return 0
 
@@ -230,7 +249,6 @@ def offload(device: str) -> int:
     before = {name: tensor.clone().cpu() for name, tensor in trainer.export_weights()}
     loaded = used_bytes(device)
     trainer.offload(("weights", "grads", "optimizer"))
-    torch.cuda.empty_cache()
     left = used_bytes(device)
     trainer.onload(("weights", "grads", "optimizer"))
     for name, tensor in trainer.export_weights():
@@ -243,7 +261,6 @@ def offload(device: str) -> int:
         engine = await start_engine(model_spec("small"), device, kv_cache_gib=1.0)
         awake = used_bytes(device)
         await engine.sleep()
-        torch.cuda.empty_cache()
         asleep = used_bytes(device)
         await engine.stop()
         return awake, asleep
@@ -266,7 +283,7 @@ def numerics(device: str) -> int:
     from roll_core.spec.train import WantedOutputs
     from roll_core.types import GenerateRequest, SamplingParams
 
-    size = "small" if device == "cuda" else "tiny"
+    size = "small" if device != "cpu" else "tiny"
     sequences = make_sequences(8, 64, 500)
     (micro,) = pack(sequences, max_tokens=8 * 64)
     found = {}
@@ -312,7 +329,7 @@ def planner(device: str) -> int:
     from roll_core.runtime.records.run_dir import RunDir
     from roll_tools.saved_record import read_memory
 
-    size, length = ("small", 512) if device == "cuda" else ("tiny", 64)
+    size, length = ("small", 512) if device != "cpu" else ("tiny", 64)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = [{"prompt": "a" * (length // 2), "response": "b" * (length // 2)} for _ in range(16)]
@@ -331,7 +348,7 @@ def planner(device: str) -> int:
             "export_model": False,
             "track_with": [],
             "sft_train": {
-                "model_args": {"dtype": "bf16" if device == "cuda" else "fp32", "random_init": qwen3(size)},
+                "model_args": {"dtype": "bf16" if device != "cpu" else "fp32", "random_init": qwen3(size)},
                 "training_args": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
                 "data_args": {"file_name": str(folder / "rows.jsonl")},
                 "strategy_args": {"strategy_name": "hf_train"},
@@ -341,18 +358,20 @@ def planner(device: str) -> int:
         (folder / "sft.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         subprocess.run([sys.executable, "-m", "roll_core", "run", str(folder / "sft.yaml")], check=True)
         (row,) = read_memory(RunDir(folder / "planned" / "latest"))
-    kind = "device_" if device == "cuda" else ""
+    kind = "device_" if device != "cpu" else ""
     predicted, measured = row[f"{kind}predicted_bytes"], row[f"{kind}measured_bytes"]
     figures = {"predicted MB": (predicted or 0) / 1e6, "measured MB": (measured or 0) / 1e6}
     error = (predicted - measured) / measured if predicted and measured else float("nan")
-    report(figures, [("error", error, "within 0.15", abs(error) <= 0.15)] if device == "cuda" else ())
-    return 0 if device != "cuda" or abs(error) <= 0.15 else 1
+    report(figures, [("error", error, "within 0.15", abs(error) <= 0.15)] if device != "cpu" else ())
+    return 0 if device == "cpu" or abs(error) <= 0.15 else 1
 
 
 def extensions(device: str) -> int:
     """Seconds to compile the decoding kernels on first use, and ahead of time."""
     from roll_infer_hf.kernels.decode import CUDA_EXTENSION, EXTENSION
 
+    if not has_kernels(device):
+        return not_run(f"the kernels have no variant for {device}")
     extension = CUDA_EXTENSION if device == "cuda" else EXTENSION
     with tempfile.TemporaryDirectory() as name:
         os.environ["TORCH_EXTENSIONS_DIR"] = name
@@ -460,7 +479,7 @@ def main(programs: Sequence[Callable[..., int]]) -> int:
     by_name = {each.__name__: each for each in programs}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=by_name)
-    parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
+    parser.add_argument("--device", metavar="PLATFORM", required=True)
     arguments, rest = parser.parse_known_args()
     options = {key.removeprefix("--"): value for key, value in zip(rest[::2], rest[1::2], strict=True)} if rest else {}
     try:

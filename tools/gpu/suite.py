@@ -1,6 +1,6 @@
 """`./run gpu`: everything that only a GPU can show, in one command whose results are written after each part.
 
-    ./run gpu [--device cuda|cpu] [--only PART ...] [--out FOLDER] [--system-python [--wheels FOLDER]]
+    ./run gpu [--device PLATFORM] [--only PART ...] [--out FOLDER] [--system-python [--wheels FOLDER]]
 
 Each part is a process of its own with a deadline, so one that fails or hangs does not stop the next. `--device cpu`
 rehearses every part with tiny shapes; what only a GPU can show is then listed as such, never as passed.
@@ -99,7 +99,7 @@ PARTS: tuple[Part, ...] = (
     program("quickstart", deadline_s=600.0),
     program("transport", "--which", "shared"),
     program("transport", "--which", "cuda_ipc", gpu="memory of a device that two processes share"),
-    program("transport", "--which", "nccl", gpu="two GPUs"),
+    program("transport", "--which", "collective", gpu="two devices"),
     program("offload", gpu="memory of a device beside the host's"),
     program("numerics"),
     program("planner"),
@@ -119,7 +119,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="./run gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--device", metavar="PLATFORM", default="cuda", help="cuda, rocm, npu or another package's; cpu: a rehearsal"
+    )
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts whose names contain one of these")
     parser.add_argument(
         "--out", type=Path, help="folder of the results; benchmarks/results/gpu, or output/gpu on a CPU"
@@ -142,7 +144,7 @@ def main() -> int:
             print("Give their wheels with --wheels FOLDER; docs/gpu.md has the command.", file=sys.stderr)
             return 2
     out = arguments.out or REPOSITORY / (
-        Path("benchmarks/results/gpu") if arguments.device == "cuda" else Path("output/gpu")
+        Path("benchmarks/results/gpu") if arguments.device != "cpu" else Path("output/gpu")
     )
     results = Results(out, arguments.device)
     for part in chosen:
@@ -292,10 +294,10 @@ class Results:
 
     def __init__(self, out: Path, device: str) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.machine = machine()
+        self.machine = machine(device)
         self.device = device
         self.parts: list[dict[str, Any]] = []
-        name = _file_name(str(self.machine["gpu"])) if device == "cuda" else "cpu-rehearsal"
+        name = _file_name(str(self.machine["gpu"])) if device != "cpu" else "cpu-rehearsal"
         self.json, self.markdown = out / f"{name}.json", out / f"{name}.md"
 
     def add(self, part: Part, entry: Mapping[str, Any]) -> None:
@@ -308,7 +310,7 @@ class Results:
     def _page(self) -> str:
         about = self.machine
         rows = [f"| {p['part']} | {p['status']} | {p['seconds']:.0f} | {_told(p)} |" for p in self.parts]
-        title = about["gpu"] if self.device == "cuda" else "rehearsal on a CPU, tiny shapes"
+        title = about["gpu"] if self.device != "cpu" else "rehearsal on a CPU, tiny shapes"
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         return "\n".join(
             [
@@ -342,12 +344,14 @@ def _file_name(gpu: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in gpu.lower()).strip("-") or "cuda"
 
 
-def machine() -> dict[str, Any]:
-    """GPU, driver, versions and commit. No host name and no path."""
+def machine(device: str) -> dict[str, Any]:
+    """GPU, driver, versions and commit. No host name and no path. Accelerators of others have the platform's name."""
     from importlib import metadata
 
     query = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
-    fields = [each.strip() for each in query.splitlines()[0].split(",")] if query else ["none", "none", ""]
+    fields = [each.strip() for each in query.splitlines()[0].split(",")] if query else []
+    if device != "cuda" or not fields:
+        fields = ["none" if device in ("cpu", "cuda") else device, "none", ""]
     versions = {}
     for name in ("torch", "transformers", "ray", "deepspeed", "megatron-core", "vllm", "trl", "flash-attn"):
         try:

@@ -1,6 +1,6 @@
 """What `./run gpu` times: each function is one process, whose last line is JSON with its figures and aims.
 
-    python tools/gpu/timings.py NAME --device cuda|cpu [--model 0.6B|1.7B]
+    python tools/gpu/timings.py NAME --device PLATFORM [--model 0.6B|1.7B]
 
 Models have random weights in the shapes of Qwen3. On a CPU the shapes are tiny and no aim is judged. MFU counts
 6 floating-point operations per weight of a matrix product and token, 12 per attended pair and head dimension halved by
@@ -26,6 +26,7 @@ from programs import (
     main,
     make_sequences,
     make_trainer,
+    memory_is_shared,
     model_spec,
     qwen3,
     report,
@@ -44,10 +45,10 @@ PACKED = 4096
 
 
 def _synchronise(device: str) -> None:
-    if device == "cuda":
+    if device != "cpu":
         import torch
 
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize(torch_device(device))
 
 
 def _seconds(device: str, call: Callable[[], object], *, times: int, warm_up: int = 1) -> float:
@@ -67,23 +68,23 @@ def _seconds(device: str, call: Callable[[], object], *, times: int, warm_up: in
 def _peak_bytes(device: str) -> int:
     import torch
 
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return torch.accelerator.max_memory_reserved(torch_device(device)) if device != "cpu" else 0
 
 
 def _forget_peak(device: str) -> None:
     import torch
 
     gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    if device != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(torch_device(device))
 
 
 def _gemm_flops(device: str) -> float:
     """Operations per second of a square bf16 product."""
     import torch
 
-    size = 8192 if device == "cuda" else 256
+    size = 8192 if device != "cpu" else 256
     left, right = (torch.randn(size, size, device=torch_device(device), dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / _seconds(device, lambda: left @ right, times=10, warm_up=3)
 
@@ -102,7 +103,7 @@ def sft_step(device: str, model: str) -> int:
     from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
 
-    size, packed = (model, PACKED) if device == "cuda" else ("tiny", 128)
+    size, packed = (model, PACKED) if device != "cpu" else ("tiny", 128)
     config, micro_batches = qwen3(size), 4
     gemm = _gemm_flops(device)
     figures: dict[str, Any] = {}
@@ -135,14 +136,15 @@ def sft_step(device: str, model: str) -> int:
         ("times the plain loop", times_plain, ">= 1", times_plain >= 1),
         ("memory beside the plain loop", memory / max(plain["GB"], 1e-9), "<= 1", memory <= plain["GB"]),
     ]
-    report(figures, aims if device == "cuda" else ())
+    report(figures, aims if device != "cpu" else ())
     return 0
 
 
 def _nominal(device: str, measured: float) -> float:
     import torch
 
-    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    properties = getattr(torch.get_device_module(torch_device(device)), "get_device_properties", None)
+    name = properties(torch_device(device)).name if properties is not None and device != "cpu" else ""
     return next((flops for part, flops in NOMINAL_FLOPS.items() if part in name), measured)
 
 
@@ -179,7 +181,7 @@ def rollout(device: str, model: str) -> int:
     from roll_core.errors import RollError
     from roll_core.types import GenerateRequest, SamplingParams
 
-    size, count, new_tokens = (model, 256, 512) if device == "cuda" else ("tiny", 8, 8)
+    size, count, new_tokens = (model, 256, 512) if device != "cpu" else ("tiny", 8, 8)
     keys = qwen3(size)
     prompts = np.random.default_rng(0).integers(3, keys["vocab_size"], (count, 64))
 
@@ -189,7 +191,7 @@ def rollout(device: str, model: str) -> int:
             device,
             kernels=kernels,
             max_num_seqs=count,
-            kv_cache_gib=24.0 if device == "cuda" else 0.25,
+            kv_cache_gib=24.0 if device != "cpu" else 0.25,
         )
 
         async def generate(tokens: int) -> None:
@@ -235,21 +237,21 @@ def rollout(device: str, model: str) -> int:
     figures["transformers generate, tokens/s"] = peers
     best = max(value for value in figures.values() if isinstance(value, float) and value is not peers)
     aim = ("times generate", best / peers, ">= 3", best >= 3 * peers)
-    report(figures, [aim] if device == "cuda" else ())
+    report(figures, [aim] if device != "cpu" else ())
     return 0
 
 
 def sync(device: str, model: str) -> int:
     """A publish with its proof, by each transport that two processes on this device have."""
-    size = model if device == "cuda" else "tiny"
+    size = model if device != "cpu" else "tiny"
     figures: dict[str, Any] = {}
-    for which in ("shared", "cuda_ipc", "shm") if device == "cuda" else ("shared", "shm"):
+    for which in ("shared", "cuda_ipc", "shm") if memory_is_shared(device) else ("shared", "shm"):
         seconds, num_bytes = sync_once(device, which, size, rounds=4)
         figures[f"{which}, s"] = min(seconds[1:])
         figures["GB"] = num_bytes / 1e9
         _forget_peak(device)
     ipc = figures.get("cuda_ipc, s", float("nan"))
-    report(figures, [("cuda_ipc, s", ipc, "< 1", ipc < 1)] if device == "cuda" else ())
+    report(figures, [("cuda_ipc, s", ipc, "< 1", ipc < 1)] if memory_is_shared(device) else ())
     return 0
 
 
@@ -257,7 +259,7 @@ def grpo_step(device: str, model: str) -> int:
     """Steps of `roll-core run` with the rlvr pipeline: 16 prompts × 8 samples × 256 tokens, rollouts included."""
     import yaml
 
-    size, prompts, tokens = (model, 16, 256) if device == "cuda" else ("tiny", 4, 8)
+    size, prompts, tokens = (model, 16, 256) if device != "cpu" else ("tiny", 4, 8)
     steps = 4
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -311,7 +313,7 @@ def attention(device: str) -> int:
 
     from roll_modeling.attention import AttentionOptions, attend_flat
 
-    tokens, heads, kv_heads, head = (4096, 16, 8, 128) if device == "cuda" else (256, 4, 2, 16)
+    tokens, heads, kv_heads, head = (4096, 16, 8, 128) if device != "cpu" else (256, 4, 2, 16)
     place, dtype = torch_device(device), torch.bfloat16
     figures: dict[str, Any] = {}
     for count in (1, 8, 64):
@@ -326,7 +328,7 @@ def attention(device: str) -> int:
             attend_flat(q, k, v, how).sum().backward()
 
         figures[f"{count} sequences, attend_flat, ms"] = 1e3 * _seconds(device, flat, times=10, warm_up=3)
-        for name, call in _varlen(device, query, key, value, lengths).items():
+        for name, call in _varlen(query, key, value, lengths).items():
             try:
                 figures[f"{count} sequences, {name}, ms"] = 1e3 * _seconds(device, call, times=10, warm_up=3)
             except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -335,14 +337,14 @@ def attention(device: str) -> int:
     return 0
 
 
-def _varlen(device: str, query: Any, key: Any, value: Any, lengths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
+def _varlen(query: Any, key: Any, value: Any, lengths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
     """Attention over ragged rows by other means, those that are installed."""
     import torch
 
     found: dict[str, Callable[[], object]] = {}
-    if device != "cuda":
+    if query.device.type != "cuda":
         return found
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=query.device)
     longest = max(lengths)
 
     def rows() -> list[Any]:
