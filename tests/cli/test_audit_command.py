@@ -230,6 +230,10 @@ def test_empty_columns_of_rewards_are_warnings_if_a_key_names_them() -> None:
     assert {each.level for each in audit_reward_columns(read, {"math": other}, subject="")} == {"note"}
     full = Rows([("rows.jsonl", [{"right": 0, "hint": False}])], DataArguments())
     assert [each.level for each in audit_reward_columns(full, {"math": math}, subject="")] == ["ok"]
+    nested = Rows([("rows.jsonl", [{"reward": {"truth": "2"}}, {"reward": {"truth": ""}}])], DataArguments())
+    math = MathRuleConfig(reward="math_rule", ground_truth="reward.truth")
+    (found,) = audit_reward_columns(nested, {"math": math}, subject="")
+    assert (found.level, "reward.truth" in found.found) == ("warning", True)
 
 
 def tokenizer_of(folder: Path, name: str = "", template: str = "", eos: str = "") -> Any:

@@ -57,10 +57,12 @@ BRANCHES = {
     "double brackets": "n=8\n\n[[ $DEVICE == npu ]] && n=16\nlaunch $n\n",
     "probe": "D=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}\n"
     "if [ $D = npu ]; then n=16; else n=8; fi; launch $n\n",
+    "chain": "python3 -c 'import torch_npu' && DEVICE=npu || DEVICE=gpu\n"
+    "if [ $DEVICE = npu ]; then n=16; else n=8; fi\nlaunch $n\n",
     "array": 'E=()\nif [ "$DEVICE" = npu ]; then E+=(16); else E+=(8); fi\nlaunch "${E[@]}"\n',
     "program": 'if [ "$DEVICE" = npu ]; then launch 16; else launch 8; fi\n',
 }
-LINES = {"if": 1, "case": 1, "double brackets": 3, "probe": 2, "array": 2, "program": 1}
+LINES = {"chain": 1, "if": 1, "case": 1, "double brackets": 3, "probe": 2, "array": 2, "program": 1}
 
 
 @pytest.mark.parametrize("name", BRANCHES)
@@ -163,6 +165,8 @@ def test_words_keep_their_places(tmp_path):
         ("while true; do x=1; done", 1),
         ("x=aaaaaaaaaa\nfor i in {1..99}; do x=$x$x; done\nlaunch $x", 1),
         ("launch " + "${x:-" * 100 + "}" * 100, 1),
+        ("launch " + "$((" * 50, 1),
+        ("((" * 29 + "a", 1),
     ],
 )
 def test_a_script_that_is_not_understood_is_located(text, line, tmp_path):

@@ -34,7 +34,7 @@ def roll_importers() -> Iterator[ImporterProvider]:
     yield ImporterProvider(
         name="verl",
         target="roll_migrate.verl:import_verl",
-        summary="A config of verl's PPO trainer, or a script with its overrides",
+        summary="A config of verl's PPO or SFT trainer, or a script that starts one",
     )
     yield ImporterProvider(
         name="openrlhf",

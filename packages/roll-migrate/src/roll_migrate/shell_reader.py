@@ -315,8 +315,8 @@ class ShellReader:
     def _either(self, branches: Sequence[_Follow | None], line: int) -> bool | None:
         """Follow each of several branches from the same state, since it is unknown which one the script runs.
 
-        Variables that they leave with different values are unknown afterwards. A branch that ends the script counts
-        only if all do. Returns None, since the status is unknown.
+        Variables that they leave with different values are unknown afterwards, or have the given value. A branch that
+        ends the script counts only if all do. Returns None, since the status is unknown.
         """
         name = self.blame.name if self.blame is not None else ""
         on = f" on {self.blame.message}" if self.blame is not None else ""
@@ -344,8 +344,12 @@ class ShellReader:
             raise leaves[0]
         first, self.arguments = ends[0]
         names = {name for variables, _ in ends for name in variables}
-        differ = [name for name in names if len({_texts(variables.get(name)) for variables, _ in ends}) > 1]
-        self.variables = first | dict.fromkeys(differ, self._mark(reason))
+        self.variables = dict(first)
+        for variable in names:
+            if len({_texts(variables.get(variable)) for variables, _ in ends}) > 1:
+                unknown = self._mark(Unknown(reason.message, where, name or variable))
+                self.variables[variable] = self.given.get(variable, unknown)
+                self.used |= {variable} & self.given.keys()
         self.blame = reason
         return None
 

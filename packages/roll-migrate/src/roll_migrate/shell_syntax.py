@@ -239,6 +239,8 @@ class _Parser:
         self.at = 0
         self.depth = 0
         self.starts = [0, *(found.end() for found in re.finditer("\n", text))]
+        self.others: set[int] = set()
+        """Places after two brackets that begin no arithmetic expression."""
         self.documents: list[Document] = []
         """Here-documents whose lines begin after the next newline."""
 
@@ -386,14 +388,23 @@ class _Parser:
     def calculation(self, line: int) -> Calculation | None:
         """`((…))`; None if the brackets are two subshells."""
         start = self.at
-        self.at += 2
+        expression = self.arithmetic(start + 2)
+        return None if expression is None else Calculation(expression, line)
+
+    def arithmetic(self, at: int) -> Token | None:
+        """The expression of `((…))` that begins at a place; None if the brackets are not those of one."""
+        start, depth = self.at, self.depth
+        if at in self.others:
+            return None
+        self.at = at
         try:
             expression = self.token(ends="))")
         except ShellSyntaxError:
-            self.at = start
+            self.at, self.depth = start, depth
+            self.others.add(at)  # once, since the brackets may be nested
             return None
         self.at += 2
-        return Calculation(expression, line)
+        return expression
 
     def group(self, *, subshell: bool) -> Group:
         self.at += 1
@@ -664,15 +675,8 @@ class _Parser:
     def expansion(self, *, quoted: bool) -> Parameter | Substitution | Arithmetic | None:
         """An expansion; None for a literal dollar sign."""
         start = self.at
-        if self.starts_with("$(("):
-            self.at += 3
-            try:
-                expression = self.token(ends="))")
-            except ShellSyntaxError:
-                self.at = start
-            else:
-                self.at += 2
-                return Arithmetic(expression, self.text[start : self.at], quoted)
+        if self.starts_with("$((") and (expression := self.arithmetic(start + 3)) is not None:
+            return Arithmetic(expression, self.text[start : self.at], quoted)
         if self.starts_with("$("):
             self.at += 2
             body = self.block()

@@ -18,6 +18,7 @@ from roll_core.data.rows import Row, Rows, messages_of, tools_of
 from roll_core.errors import DataError, InvalidCompletionError
 from roll_core.pipelines.experience import without_experts
 from roll_core.spec.pipeline import ScoredSequences
+from roll_core.spec.rollout import Columns
 from roll_core.spec.train import WantedOutputs
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_pipeline_distill.divergences import overlap
@@ -48,7 +49,7 @@ class Source:
     @classmethod
     def of_sample(cls, sample: Sample) -> Source:
         """Source of a rollout."""
-        return cls(sample.tag, f"row {sample.group_id.rpartition('/')[0]}", sample.metadata)
+        return cls(sample.tag, f"row {sample.group_id.rpartition('/')[0]}", Columns(sample.metadata))
 
     @classmethod
     def of_row(cls, row: Row) -> Source:

@@ -286,6 +286,7 @@ def audit_reward_columns(
     for domain, reward in rewards.items():
         tags = {domain, *reward.tag_included}
         read = {column: key for key, column in reward.columns().items()}
+        columns = dict.fromkeys((*rows.columns, *read))  # a reward's may be in a column with a mapping
         num, first = 0, ""
         seen: set[str] = set()
         empty: Counter[str] = Counter()
@@ -297,12 +298,12 @@ def audit_reward_columns(
             if len(rewards) > 1 and row.tag not in tags:
                 continue
             num += 1
-            seen.update(row.values)
-            for column in rows.columns:
+            seen.update(column for column in columns if column in row.values)
+            for column in columns:
                 if _is_empty(row.values.get(column)):
                     empty[column] += 1
                     examples.setdefault(column, row)
-        bad = [column for column in rows.columns if column in seen and column in empty]
+        bad = [column for column in columns if column in seen and column in empty]
         for column in bad:
             yield AuditFinding(
                 check="reward_columns",
