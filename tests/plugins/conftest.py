@@ -53,7 +53,7 @@ class Site:
         home.mkdir(exist_ok=True)
         (home / "__init__.py").write_text("")
         (home / "plugin.py").write_text(text)
-        for path, content in (files or {}).items():
+        for path, content in {"strategy.py": "class Engine: pass\n", **(files or {})}.items():
             (home / path).write_text(textwrap.dedent(content))
         info = self.folder / f"{package.replace('-', '_')}-{version}.dist-info"
         info.mkdir()

@@ -315,7 +315,7 @@ def needing(needs):
 )
 def test_a_plugin_without_its_engine_says_what_is_missing(site, needs, code, listed):
     """A package of another version is a defect of the installation; a package that is not installed is a choice."""
-    site.install("acme", source=needing(needs), files={"strategy.py": "import no_such_engine\n"})
+    site.install("acme", source=needing(needs), files={"strategy.py": "import no_such_engine\nclass Engine: pass\n"})
     arguments = ("--check", "--disable-plugin", "roll-core")
     done = site.roll_core("plugins", *arguments, ROLL_PLUGINS="acme")
     assert done.returncode == code
@@ -328,7 +328,7 @@ def test_a_plugin_without_its_engine_says_what_is_missing(site, needs, code, lis
 
 def test_a_machine_that_checks_need_not_have_the_engine(site):
     for name, needs in {"absent": '"no-such-engine>=2",', "older": '"no-such-engine>=2", "packaging<2"'}.items():
-        site.install(name, source=needing(needs), files={"strategy.py": "import no_such_engine\n"})
+        site.install(name, source=needing(needs), files={"strategy.py": "import no_such_engine\nclass Engine: pass\n"})
     assert site.check("absent", "older").returncode == 0
 
 
@@ -421,6 +421,9 @@ class AcmeConfig(RunConfig):
             if frame.f_code.co_name == "validate_all":  # whose errors are a mistake of the schema
                 return {}
         return {}["actor"]
+
+
+class Pipeline: pass
 """
 
 
@@ -437,3 +440,51 @@ def test_a_plugin_s_bug_is_one_error_that_names_package_and_place(site, command)
     assert shown.returncode == 1
     assert "Traceback" in shown.stderr
     assert 'return {}["actor"]' in shown.stderr
+
+
+IMPORTS = {
+    "missing module": ({"strategy.py": "from acme.engine import Engine\n"}, "acme.engine"),
+    "missing attribute": ({"strategy.py": "class Motor: pass\n"}, "'Engine'"),
+    "syntax error": ({"strategy.py": "class Engine(:\n"}, "SyntaxError"),
+    "renamed name of ROLL": ({"strategy.py": "from roll_core.types import Samples as Engine\n"}, "Sample?"),
+    "renamed module of ROLL": (
+        {"strategy.py": "import roll_core.model\nclass Engine: pass\n"},
+        "roll_core.model",
+    ),
+    "name missing below": (
+        {"strategy.py": "from .below import Engine\n", "below.py": "from roll_modeling.model import x\nEngine = x\n"},
+        "roll_modeling.model",
+    ),
+    "relative module": ({"strategy.py": "from . import nowhere\nclass Engine: pass\n"}, "'nowhere'"),
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_check_and_listing_name_a_missing_import(site, name):
+    files, fact = IMPORTS[name]
+    site.install("acme", "1.2", files=files)
+    (problem,) = site.listing()["acme"]["broken"]
+    assert mentions(problem, "acme 1.2", fact)
+    assert f"broken: {problem}\n" in site.roll_core("plugins").stdout
+    done = site.check("acme", "hf_infer")
+    assert done.returncode == 2
+    assert mentions(done.stderr, "run0.yaml:6:34: ROLL-P002 actor_infer.strategy_args.strategy_name", fact)
+    assert mentions(done.stdout, "run1.yaml: ok:")
+
+
+def test_guarded_and_computed_imports_are_left_to_the_import(site):
+    strategy = """
+    from typing import TYPE_CHECKING
+    import no_such_engine
+    try:
+        from roll_core.types import Older
+    except ImportError:
+        Older = None
+    if TYPE_CHECKING:
+        from roll_core.types import Nothing
+    def __getattr__(name):
+        return object
+    """
+    site.install("acme", files={"strategy.py": strategy})
+    assert site.listing()["acme"]["broken"] == []
+    assert site.check("acme").returncode == 0

@@ -37,6 +37,8 @@ def show_plugins(disabled_plugins: Sequence[str], *, as_json: bool, verbose: boo
     else:
         for plugin in registry.plugins:
             sys.stdout.write("\n".join(_lines(plugin, verbose=verbose)) + "\n")
+            for problem in registry.broken(plugin):
+                sys.stdout.write(f"    broken: {problem}\n")
         for conflict in _conflicts(registry):
             sys.stdout.write(f"conflict: {conflict}\n")
         for problem in broken:

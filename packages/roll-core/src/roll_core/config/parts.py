@@ -67,7 +67,9 @@ class Parts:
         owner = self.registry.owner(provider)
         if is_user_function(provider):
             return provider
-        if problem := signature_problem(provider):
+        if problem := self.registry.import_problem(provider):
+            self.report(path, problem, code="ROLL-P002")
+        elif problem := signature_problem(provider):
             self.report(path, f"{owner}: {problem}", code="ROLL-P003")
         # Requirements of defaults are in roll-core[train], which `run` checks.
         if path[0] in self.data and self.runs_here(role):

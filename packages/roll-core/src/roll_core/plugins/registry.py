@@ -5,11 +5,15 @@ Names are resolved on use, so a broken part affects only configs that use it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
+import re
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from roll_core import __version__
 from roll_core.errors import (
     ContractError,
     PluginHookError,
@@ -21,6 +25,7 @@ from roll_core.errors import (
 )
 from roll_core.plugins.loader import Plugin, load_plugins, normalise
 from roll_core.plugins.records import KINDS, described, kind_of
+from roll_core.plugins.requirements import CORE
 from roll_core.spec.providers import AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider
 
 if TYPE_CHECKING:
@@ -89,7 +94,21 @@ class Registry:
 
     def describe(self) -> list[dict[str, Any]]:
         """Plain values for `plugins --json` and a run's record; lists every plugin, loaded or not."""
-        return [_describe(plugin) for plugin in self.plugins]
+        return [_describe(plugin) | {"broken": self.broken(plugin)} for plugin in self.plugins]
+
+    def broken(self, plugin: Plugin) -> list[str]:
+        """Why parts of a loaded plugin cannot be imported; see `import_problem`."""
+        return [problem for record in plugin.providers if (problem := self.import_problem(record))]
+
+    def import_problem(self, record: Provider) -> str:
+        """`signatures.import_problem` of a record, with its owner; empty for packages released with this core."""
+        plugin = self._plugin(record)
+        if plugin is None or (plugin.version == __version__ and normalise(plugin.package) in _released_together()):
+            return ""
+        from roll_core.plugins.signatures import import_problem
+
+        problem = import_problem(record)
+        return problem and f"{self.owner(record)}: {problem}"
 
     def _plugin(self, record: Provider) -> Plugin | None:
         return next((each for each in self.plugins if any(record is one for one in each.providers)), None)
@@ -283,6 +302,13 @@ _WHY = {
     "not allowed": "not listed in ROLL_PLUGINS",
     "not installed": "listed in ROLL_PLUGINS, but not installed",
 }
+
+
+@cache
+def _released_together() -> frozenset[str]:
+    """Names of the distributions that roll-core or one of its extras requires."""
+    names = (re.match(r"[\w.-]+", requirement) for requirement in importlib.metadata.requires(CORE) or ())
+    return frozenset(normalise(name[0]) for name in names if name is not None)
 
 
 def _install(package: str) -> str:

@@ -1,6 +1,7 @@
-"""Checks a part's signature against its contract whenever a config is read.
+"""Checks a part's signature against its contract, and its imports, whenever a config is read.
 
     record.target ─► file of the module ─► syntax tree ─► signature ─► accepts the parameters?
+                                                      └─► imports of its package ─► do these names exist?
 
 The sources are parsed without an import. Modules without source, names that are assigned or imported, inherited
 methods and decorated functions are therefore checked only by `plugins --check` (`roll_testing.part_checks`). Parts of
@@ -18,10 +19,18 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_core.errors import closest, one_line
 from roll_core.plugins.records import kind_of
+from roll_core.spec.providers import FragmentProvider
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from importlib.machinery import ModuleSpec
+
     from roll_core.spec.providers import Provider
+
+OURS = ("roll_core", "roll_modeling")
+CHANGES = "docs/plugin-changes.md"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -32,6 +41,55 @@ def signature_problem(record: Provider) -> str:
         return ""
     wanted = kind_of(type(record)).contract
     return _problem(wanted, _source(wanted), record.target, _source(record.target))
+
+
+def import_problem(record: Provider) -> str:
+    """Why the target of a record cannot be imported, as far as sources tell; empty if nothing is wrong.
+
+    Missing are a module, an attribute, or a name that a module of the same package imports from ROLL, for instance
+    because another release had it. `plugins --check` imports the part and finds the rest.
+    """
+    if record.target.startswith("roll_core.") or isinstance(record, FragmentProvider):
+        return ""
+    module, _, attribute = record.target.partition(":")
+    return _missing(module, attribute.partition(".")[0]) or _missing_imports(module, set())
+
+
+def _missing_imports(module: str, seen: set[str]) -> str:
+    """First import of a module, or of one of its package that it imports, that cannot work; empty if there is none."""
+    seen.add(module)
+    package = module.partition(".")[0]
+    for name, names in _imports(module):
+        root = name.partition(".")[0]
+        if root not in (package, *OURS):
+            continue
+        if problem := next(filter(None, (_missing(name, each) for each in names or ("",))), ""):
+            release = f"; {CHANGES} lists what was renamed" if root in OURS else ""
+            return f"{module} cannot be imported: {problem}{release}"
+        if root == package:
+            modules = [name, *(f"{name}.{each}" for each in names if _spec(f"{name}.{each}") is not None)]
+            for below in modules:
+                if below not in seen and (problem := _missing_imports(below, seen)):
+                    return problem
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def _missing(module: str, name: str) -> str:
+    """What is missing of a module and its attribute; empty if both exist, or if that is unknown without an import."""
+    if _spec(module) is None:
+        return f"there is no module {module}"
+    source = _module_source(module)
+    if source is None or not name:
+        return ""
+    try:
+        known = _names(source)
+    except (ValueError, SyntaxError) as error:
+        return f"{module} cannot be parsed: {one_line(error)}"
+    if known is None or name in known or _spec(f"{module}.{name}") is not None:
+        return ""
+    close = closest(name, known)
+    return f"{module} has no {name!r}{f'; did you mean {close}?' if close else ''}"
 
 
 @lru_cache(maxsize=128)
@@ -125,17 +183,84 @@ def _parsed(source: bytes) -> ast.Module:
             gc.enable()
 
 
-def _source(target: str) -> bytes:
-    """Source of the module of `"module:name"`, found without importing its parent packages; empty if unavailable."""
-    path, *below = target.partition(":")[0].split(".")
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import, without those of a `try`, which handles what is missing."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            if "TYPE_CHECKING" not in ast.unparse(statement.test):
+                yield from _statements(statement.body)
+            yield from _statements(statement.orelse)
+        elif isinstance(statement, ast.With):
+            yield from _statements(statement.body)
+        else:
+            yield statement
+
+
+@lru_cache(maxsize=256)
+def _imports(module: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Absolute names of the modules that a module imports when it is imported, with the names taken from them."""
+    try:
+        body = _parsed(_module_source(module) or b"").body
+    except (ValueError, SyntaxError):
+        return ()
+    spec = _spec(module)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for statement in _statements(body):
+        if isinstance(statement, ast.Import):
+            found += [(alias.name, ()) for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            above = module.split(".")[: -statement.level + is_package or None] if statement.level else []
+            names = tuple(alias.name for alias in statement.names if alias.name != "*")
+            found.append((".".join([*above, *filter(None, [statement.module])]), names))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _names(source: bytes) -> frozenset[str] | None:
+    """Names that a module binds; None if it computes some of them."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = list(_parsed(source).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Function | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name):
+            found |= {node.id} if isinstance(node.ctx, ast.Store) else set()
+        else:
+            nodes += ast.iter_child_nodes(node)
+    return None if found & {"*", "__getattr__"} or b"globals()" in source else frozenset(found)
+
+
+@lru_cache(maxsize=1024)
+def _spec(module: str) -> ModuleSpec | None:
+    """Where a module is, without importing its parent packages; None if there is none."""
+    path, *below = module.split(".")
     try:
         spec = importlib.util.find_spec(path)
         for name in below:
             if spec is None or spec.submodule_search_locations is None:
-                return b""
+                return None
             path = f"{path}.{name}"
             spec = PathFinder.find_spec(path, spec.submodule_search_locations)
-        origin = spec.origin if spec is not None and spec.has_location else None
-        return Path(origin).read_bytes() if origin is not None and origin.endswith(".py") else b""
-    except (ImportError, KeyError, ValueError, OSError):  # KeyError: below a package without __init__.py
-        return b""
+    except (ImportError, KeyError, ValueError):  # KeyError: below a package without __init__.py
+        return None
+    return spec
+
+
+@lru_cache(maxsize=256)
+def _module_source(module: str) -> bytes | None:
+    """Source of a module; None if it has none."""
+    spec = _spec(module)
+    origin = spec.origin if spec is not None and spec.has_location else None
+    try:
+        return Path(origin).read_bytes() if origin is not None and origin.endswith(".py") else None
+    except OSError:
+        return None
+
+
+def _source(target: str) -> bytes:
+    """Source of the module of `"module:name"`; empty if unavailable."""
+    return _module_source(target.partition(":")[0]) or b""
