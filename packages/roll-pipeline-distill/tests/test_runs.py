@@ -171,6 +171,36 @@ def test_ids_of_a_padded_vocabulary_are_not_taught(local_runs, teachers):
     assert line["actor/student_mass"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "larger"), [("reverse_kl", True), ("forward_kl", True), ("reverse_kl", False)])
+def test_padded_ids_of_a_student_are_not_in_its_support(local_runs, kind, larger):
+    """The support has the K most likely tokens of those that both have: here, the whole smaller vocabulary."""
+    from transformers import AutoModelForCausalLM
+
+    small = local_runs.ok(local_runs.sft(max_steps=1, exp_name="base")).run_dir.export
+    padded = local_runs.folder / "padded"
+    shutil.copytree(small, padded)
+    model = AutoModelForCausalLM.from_pretrained(small)
+    model.resize_token_embeddings(VOCABULARY + 7, mean_resizing=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    model.save_pretrained(padded)
+    student, teacher = (padded, small) if larger else (small, padded)
+    config = local_runs.distill(
+        max_steps=1, kd_support="student_topk", kd_objective=kind, logits_topk=VOCABULARY, tokenizer=None
+    )
+    config |= {"distill_data": "dataset", "rollout_batch_size": 8, "num_return_sequences_in_group": 1}
+    config.pop("actor_infer", None)
+    config["actor_train"]["model_args"] = {"dtype": "fp32", "model_name_or_path": str(student)}
+    config["actor_train"]["training_args"] |= {"learning_rate": 0.0}
+    found = taught_by(config, {"model_args": {"dtype": "fp32", "model_name_or_path": str(teacher)}})
+    (line,) = local_runs.metrics(local_runs.ok(found))
+    masses = line["actor/student_mass"], line["actor/teacher_mass"]
+    assert min(masses) < 0.999
+    assert max(masses) == pytest.approx(1, abs=1e-5)
+    assert masses[0 if larger else 1] == min(masses)
+    assert 0 < line["actor/divergence"] < 20
+
+
 AHEAD = {
     "advantages": {},
     "K tokens": {"kd_support": "student_topk", "logits_topk": 4},

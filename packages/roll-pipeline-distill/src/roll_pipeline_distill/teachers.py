@@ -76,13 +76,21 @@ class Teachers:
     ) -> list[TrainSequence]:
         """Add the support and the logprobs or hidden states of each sequence's teacher."""
         config = self.config
+        roles = [config.teacher_role(source.tag) for source in sources]
+        for sequence, role in zip(sequences, roles, strict=True):
+            self._check_tokens(sequence, "actor_train" if config.teacher_samples else role)
         if config.teacher_samples:
             return [_sampled_from_teacher(each) for each in sequences]
         want = WantedOutputs(temperature=config.temperature, masked_only=True)
         asked = list(without_experts(sequences))
         if config.kd_support == "student_topk":
-            mine = await run.train_role("actor_train").score(sequences, replace(want, topk=config.logits_topk))
-            asked = [replace(each, gather_ids=ids) for each, ids in zip(asked, mine.topk_ids or (), strict=True)]
+            more = max((self._num_more_ids("actor_train", role) for role in roles), default=0)
+            mine = await run.train_role("actor_train").score(sequences, replace(want, topk=config.logits_topk + more))
+            support = zip(asked, mine.topk_ids or (), roles, strict=True)
+            asked = [
+                replace(each, gather_ids=np.take_along_axis(ids, self._shared(ids, role), 1))
+                for each, ids, role in support
+            ]
             want = replace(want, gathered=True, topk=config.logits_topk)
         elif config.kd_support == "teacher_topk":
             want = replace(want, topk=config.logits_topk)
@@ -92,14 +100,14 @@ class Teachers:
             asked = [replace(each, gather_ids=each.tokens[:, None]) for each in asked]
             want = replace(want, gathered=True)
         by_role: dict[str, list[int]] = {}
-        for at, source in enumerate(sources):
-            by_role.setdefault(config.teacher_role(source.tag), []).append(at)
+        for at, role in enumerate(roles):
+            by_role.setdefault(role, []).append(at)
 
         overlaps: dict[int, torch.Tensor] = {}
 
         async def score(role: str, places: Sequence[int]) -> None:
             shown = [self._in_context(asked[at], sources[at]) for at in places]
-            more = self._num_more_ids(role) if config.kd_support == "teacher_topk" else 0
+            more = self._num_more_ids(role, "actor_train") if config.kd_support == "teacher_topk" else 0
             topk = want.topk + more
             if config.served_teachers:
                 scored = await _served(run, role, shown, topk=topk)
@@ -107,7 +115,7 @@ class Teachers:
                 base, ema = config.self_teacher == "base", config.self_teacher == "ema"
                 scored = await run.train_role(role).score(shown, replace(want, base=base, ema=ema, topk=topk))
             if more:
-                scored = _of_the_student(scored, self.sizes["actor_train"] or 0, want.topk)
+                scored = self._of_the_student(scored)
             for index, at in enumerate(places):
                 outputs = _TeacherOutputs.of(scored, index, asked[at], shown[index])
                 asked[at] = outputs.added_to(asked[at])
@@ -122,9 +130,35 @@ class Teachers:
             for each, taught in zip(sequences, asked, strict=True)
         ]
 
-    def _num_more_ids(self, role: str) -> int:
-        """Ids of a teacher's padded vocabulary that the student's lacks; 0 if sizes are unknown."""
-        return max(0, (self.sizes.get(role) or 0) - (self.sizes["actor_train"] or 0))
+    def _num_more_ids(self, role: str, other: str) -> int:
+        """Ids of a role's padded vocabulary that another role's lacks; 0 if sizes are unknown."""
+        size, other_size = self.sizes.get(role), self.sizes.get(other)
+        return 0 if size is None or other_size is None else max(0, size - other_size)
+
+    def _shared(self, ids_TK: Any, role: str) -> Any:
+        """Columns of the `logits_topk` first ids of each token that the vocabulary of `role` has."""
+        size = self.sizes.get(role)
+        lacking_TK = np.zeros(ids_TK.shape, dtype=np.bool_) if size is None else ids_TK >= size
+        return np.argsort(lacking_TK, axis=1, kind="stable")[:, : self.config.logits_topk]
+
+    def _of_the_student(self, scored: ScoredSequences) -> ScoredSequences:
+        """The teacher's most likely tokens among those that the student's vocabulary has."""
+        ids, logprobs = scored.topk_ids or [], scored.topk_logprobs or []
+        chosen = [self._shared(each, "actor_train") for each in ids]
+        return replace(
+            scored,
+            topk_ids=[np.take_along_axis(each, at, 1) for each, at in zip(ids, chosen, strict=True)],
+            topk_logprobs=[np.take_along_axis(each, at, 1) for each, at in zip(logprobs, chosen, strict=True)],
+        )
+
+    def _check_tokens(self, sequence: TrainSequence, role: str) -> None:
+        """Raise `DataError` for a token that the vocabulary of `role` lacks."""
+        size = self.sizes.get(role)
+        if size is not None and len(sequence) and int(sequence.tokens.max()) >= size:
+            raise DataError(
+                f"sequence {sequence.id} has the token {int(sequence.tokens.max())}, but the vocabulary of {role} has"
+                f" ids 0 to {size - 1}: models with padded vocabularies agree only on the tokenizer's ids"
+            )
 
     def _in_context(self, sequence: TrainSequence, source: Source) -> TrainSequence:
         """The sequence with the teacher's prompt instead of its own."""
@@ -179,17 +213,6 @@ def _returned(run: Run, role: str, name: str, found: Sequence[T | None]) -> list
         strategy = given.strategy_name if given is not None else ""
         raise InvalidCompletionError(f"{role}: strategy {strategy} returned no {name}, although it declares it")
     return kept
-
-
-def _of_the_student(scored: ScoredSequences, size: int, k: int) -> ScoredSequences:
-    """The teacher's `k` most likely tokens among those with ids below `size`."""
-    ids, logprobs = scored.topk_ids or [], scored.topk_logprobs or []
-    chosen = [np.argsort(each >= size, axis=1, kind="stable")[:, :k] for each in ids]
-    return replace(
-        scored,
-        topk_ids=[np.take_along_axis(each, at, 1) for each, at in zip(ids, chosen, strict=True)],
-        topk_logprobs=[np.take_along_axis(each, at, 1) for each, at in zip(logprobs, chosen, strict=True)],
-    )
 
 
 @dataclass(frozen=True, slots=True)
