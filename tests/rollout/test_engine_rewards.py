@@ -82,10 +82,10 @@ def role_of(engine, *, seed=0, **keys):
 
 
 def test_the_judge_reads_its_own_template_and_its_reply_is_the_reward(encoder):
-    engine = Engine(encoder, ["so, YES"], ["NO"])
+    engine = Engine(encoder, ["no, YES"], ["NO"])
     found = asyncio.run(role_of(engine, max_tokens=9).score([request("4"), request("5", 1)]))
     assert found == [
-        Reward(value=2.0, detail={"votes": 1.0, "reply": "so, YES"}),
+        Reward(value=2.0, detail={"votes": 1.0, "reply": "no, YES"}),
         Reward(value=0.0, detail={"votes": 1.0, "reply": "NO"}),
     ]
     texts = [encoder.tokenizer.decode(each.prompt_ids) for each in engine.requests]

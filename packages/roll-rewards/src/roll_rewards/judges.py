@@ -28,7 +28,7 @@ PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 VERDICTS = (
     re.compile(r"^\W*(?:[\w ]{1,30}:)?\W*(yes|no)\W*$", re.IGNORECASE | re.MULTILINE),  # a line of its own
-    re.compile(r"[.!?:;…\n]\W*(YES|NO)\W*\Z"),  # the last word, as the default prompt asks for
+    re.compile(r"\b(YES|NO)\b(?=(?:.*\b(?:YES|NO))?\W*\Z)", re.DOTALL),  # capitals, if the last word is one of them
 )
 COMPLETE = frozenset({"stop", "eos_token", "stop_sequence", None})
 """Finish reasons of complete replies: OpenAI's and TGI's. None: the server states none."""
@@ -109,7 +109,7 @@ def _vote(config: JudgingConfig, reply: str, finish_reason: str | None) -> float
         return None
     if config.judge_scale == "yes_no":
         words = {word.lower() for word in YES_NO.findall(answer)}
-        if len(words) > 1:  # "Yes. No issues found." is no vote, "There is no error. YES" is one
+        if len(words) > 1:  # "Yes. No issues found." is no vote, "I see no error. YES" is one
             words = {word.lower() for pattern in VERDICTS for word in pattern.findall(answer)}
         return float("yes" in words) if len(words) == 1 else None
     found = [each.group(1) for each in re.finditer(config.score_pattern, answer)]
