@@ -14,8 +14,21 @@ import pytest
 from roll_core.cli import main as cli
 from roll_core.data.rows import Rows, read_rows
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.config import DataArguments, TokenizerConfig
-from roll_rewards.config import MathRuleConfig
+from roll_core.spec.config import DataArguments, RewardConfig, TokenizerConfig
+from roll_core.spec.rollout import RewardFunction
+from roll_rewards.answers import ExactMatch, MultipleChoice
+from roll_rewards.code import CodeReward
+from roll_rewards.composite import CompositeReward
+from roll_rewards.config import (
+    CodeConfig,
+    CompositeConfig,
+    ExactMatchConfig,
+    IFEvalConfig,
+    MathRuleConfig,
+    MultipleChoiceConfig,
+)
+from roll_rewards.ifeval import IFEvalReward
+from roll_rewards.math_rule import MathRuleReward
 from roll_testing.errors import mentions
 from roll_testing.kit import HF_PACKAGES
 from roll_tools import data_audit
@@ -339,3 +352,47 @@ def test_the_page_has_every_check_and_no_other() -> None:
     source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (data_audit,))
     yielded = set(re.findall(r'(?:finding\(|keeps\(|check=)\s*"(\w+)"', source)) | {"prompt_length", "response_length"}
     assert set(re.findall(r"^\| `(\w+)` \| \S", page, re.MULTILINE)) == yielded
+
+
+def test_rows_that_a_reward_cannot_score_are_named() -> None:
+    truths = ["42", r"\$18.90", "no solution", "????", ["1", r"\frac{1}{"], "f(x) = c"]
+    read = Rows([("rows.jsonl", [{"ground_truth": each} for each in truths])], DataArguments())
+    config = MathRuleConfig(reward="math_rule")
+    functions = {"math": MathRuleReward(config)}
+    first, _ = audit_reward_columns(read, {"math": config}, subject="data", functions=functions)
+    assert (first.check, first.level) == ("reward_rows", "warning")
+    assert mentions(first.found, "rows.jsonl row 4", "rows.jsonl row 5", 2, 6)
+    assert not mentions(first.found, "rows.jsonl row 3")
+
+
+def test_the_command_names_rows_that_a_reward_cannot_score(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "a", "ground_truth": each} for each in ("1", "????")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    (folder / "rl.yaml").write_text(
+        "pipeline: rlvr\nmax_steps: 1\ntokenizer: {kind: byte}\nprompt_length: 8\nresponse_length: 4\n"
+        "actor_train:\n  model_args: {random_init: {model_type: qwen3}}\n  data_args: {file_name: rows.jsonl}\n"
+        "  strategy_args: {strategy_name: hf_train}\nactor_infer: {strategy_args: {strategy_name: hf_infer}}\n"
+        "rewards: {math: {reward: math_rule}}\n",
+        encoding="utf-8",
+    )
+    assert cli.main(["audit", "rl.yaml", "--json"]) == 0
+    found = {each["check"]: each["found"] for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert mentions(found["reward_rows"], "rows.jsonl row 2", "????")
+
+
+@pytest.mark.parametrize(
+    ("function", "config", "row"),
+    [
+        (MultipleChoice, MultipleChoiceConfig(reward="multiple_choice"), {"ground_truth": "Paris"}),
+        (ExactMatch, ExactMatchConfig(reward="exact_match"), {"ground_truth": [None]}),
+        (IFEvalReward, IFEvalConfig(reward="ifeval"), {"instruction_id_list": ["x:y"], "kwargs": [{}]}),
+        (IFEvalReward, IFEvalConfig(reward="ifeval"), {"ground_truth": '{"func_name": "validate_title"'}),
+        (CodeReward, CodeConfig(reward="code"), {"test_cases": []}),
+    ],
+)
+def test_rewards_know_rows_that_they_cannot_score(
+    function: type[RewardFunction], config: RewardConfig, row: dict[str, object]
+) -> None:
+    assert function(config).unscorable(row)
+    whole = CompositeConfig.model_validate({"reward": "composite", "components": {"part": config.model_dump()}})
+    assert CompositeReward(whole).unscorable(row).startswith("part: ")

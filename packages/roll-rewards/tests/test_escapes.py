@@ -339,11 +339,13 @@ def test_a_host_without_isolation_is_refused(reward, monkeypatch):
 def kernel_without(tmp_path, monkeypatch):
     """Boxes as on a kernel without a feature: a call of `box.py` fails."""
 
-    def lacks(call, failing):
+    def lacks(*replacements):
         here = Path(sandbox.__file__).parent
         source = (here / "box.py").read_text()
-        assert source.count(call) == 1
-        (tmp_path / "box.py").write_text(source.replace(call, failing))
+        for call, failing in zip(replacements[::2], replacements[1::2], strict=True):
+            assert source.count(call) == 1
+            source = source.replace(call, failing)
+        (tmp_path / "box.py").write_text(source)
         (tmp_path / "guest.py").write_text((here / "guest.py").read_text())
         monkeypatch.setattr(sandbox, "HERE", tmp_path)
         sandboxes.append(sandbox.Sandbox(sandbox.Limits(), accept_missing=True))
@@ -381,6 +383,60 @@ def test_without_a_required_layer_nothing_runs_unless_accepted(kernel_without, l
     assert layer not in found["layers"]
     assert any(each.startswith(layer) for each in found["missing"])
     assert boxes.run("print(input())", "in").stdout == b"in\n"
+
+
+VERSION = "version = LIBC.syscall(SYS_LANDLOCK_CREATE, None, 0, 1)"
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize("version", range(1, 8))
+def test_older_versions_of_landlock_keep_files(kernel_without, version):
+    kernel_without(VERSION, VERSION.replace("LIBC", f"min({version}, LIBC") + ")")
+    assert sandbox.probe.__wrapped__() == ""
+
+
+@NEEDS_ISOLATION
+@pytest.mark.parametrize(
+    ("call", "failing", "act"),
+    [
+        ("step(has_bits, os.O_TRUNC, 1, 0)", "step(has_bits, os.O_TRUNC, 0, 0)", "empty a library by opening it"),
+        (
+            "for mode in (os.O_WRONLY, os.O_RDWR)]",
+            "for mode in (1, 2, 3)]",
+            "empty a library by opening it for nothing",
+        ),
+        ("umask 95 166|", "umask 95 166|truncate 76 45|", "empty a library by its path"),
+        ("umask 95 166|", "umask 95 166|openat2 437 437|", "empty a library by opening it anew"),
+        ("umask 95 166|", "umask 95 166|flock 73 32|", "lock a library"),
+        ("umask 95 166|", "umask 95 166|chmod 90 -|fchmodat 268 53|", "change the mode of a file"),
+        ("(0, 1, 2, 3, 4, 1030, 1032)", "(0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)", "lock a part of a library"),
+    ],
+)
+def test_the_probe_tries_what_landlock_cannot_forbid(kernel_without, call, failing, act):
+    kernel_without(VERSION, VERSION.replace("LIBC", "min(1, LIBC") + ")", call, failing)
+    assert repr(act) in sandbox.probe.__wrapped__()
+
+
+@NEEDS_ISOLATION
+def test_packages_beside_the_libraries_cannot_be_read(tmp_path, monkeypatch):
+    boxes = sandbox.Sandbox(sandbox.Limits())
+    try:
+        source = (
+            "import glob, os, sys, sysconfig\n"
+            "roots = {sysconfig.get_paths()['stdlib'], sysconfig.get_config_var('LIBDIR'), '/usr/lib'}\n"
+            "found = [each for root in roots for kind in ('', 'python*/') for each in\n"
+            "         glob.glob(f'{root}/{kind}*-packages')]\n"
+            "for name in found:\n"
+            "    for file in filter(os.path.isfile, (glob.glob(f'{name}/*') + glob.glob(f'{name}/a*/*'))[:99]):\n"
+            "        try: print(open(file, 'rb').read(1))\n"
+            "        except PermissionError: pass\n"
+            "import asyncio, decimal, sqlite3, unittest, zoneinfo\n"
+            "print(zoneinfo.ZoneInfo('Europe/Berlin'))"
+        )
+        outcome = boxes.run(source, "")
+        assert (outcome.stdout, outcome.status) == (b"Europe/Berlin\n", 0), outcome
+    finally:
+        boxes.close()
 
 
 def test_the_probe_reports_a_box_that_leaks(monkeypatch):

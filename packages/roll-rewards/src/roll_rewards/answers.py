@@ -22,12 +22,16 @@ from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from roll_core.spec.rollout import RewardRequest
     from roll_rewards.config import AnswerConfig
 
 PHRASE = re.compile(r"\banswer[ \t*_]*(?:is\b|[:=])[\s*_:=]*([^\n]+)", re.IGNORECASE)
 CHOICE = re.compile(r"^(?:option |choice )?[(\[]?([A-Z])(?:[)\].:]+\s*(.*))?$", re.IGNORECASE | re.DOTALL)
 STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+BARE_BOX = re.compile(r"\\boxed\s*([-+]?(?:\d[\d.,/]*\d|\d)|\s[A-Za-z]\b)")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NUMBER_MARKS = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\d)[./](?=\d)|(?<![\w.])\.(?=\d)")
 """Signs and decimal points, which SQuAD removes as punctuation: -5 would equal 5, and 3.5 would equal 35."""
@@ -37,8 +41,14 @@ NO_ANSWER = "no answer"
 """Detail `why` of a response that ends inside its reasoning, or has no answer in the required form."""
 
 
+def with_boxes(text: str) -> str:
+    r"""Write other boxes of TeX as `\boxed{…}`: `\fbox{…}`, `\framebox{…}`, `\boxed {…}`, and `\boxed 7`."""
+    return BARE_BOX.sub(r"\\boxed{\1}", BOX.sub(r"\\boxed{", text))
+
+
 def boxed(text: str) -> str | None:
     r"""Content of the last complete `\boxed{…}`, with balanced braces; None without one."""
+    text = with_boxes(text)
     last, opened = (-1, -1), list[int]()  # starts of contents; -1 for braces that are no box
     for brace in re.finditer(r"\\boxed\{|[{}]", text):
         if brace[0] != "}":
@@ -114,7 +124,7 @@ class AnswerReward(RewardFunction):
     @override
     def score(self, request: RewardRequest) -> Reward:
         config = self.config
-        truths = truths_of(request, config.ground_truth)
+        truths = truths_of(request.metadata, config.ground_truth, f"sample {request.sample.id}")
         opened = opens_reasoning(request.prompt)
         answer, marked = find_answer(request.response, config.answer_pattern, opened=opened)
         detail: dict[str, float | str] = {"answer": answer[:200]}
@@ -122,8 +132,17 @@ class AnswerReward(RewardFunction):
             return Reward(value=0.0, detail={**detail, "why": NO_ANSWER})
         return Reward(value=max(self.compare(answer, each) for each in truths), detail=detail)
 
+    @override
+    def unscorable(self, row: Mapping[str, Any]) -> str:
+        try:
+            for truth in truths_of(row, self.config.ground_truth, "the row"):
+                self.compare("", truth)
+        except DataError as problem:
+            return str(problem)
+        return ""
+
     def compare(self, answer: str, truth: str) -> float:
-        """Value of an answer."""
+        """Value of an answer. Raises `DataError` for a ground truth that cannot be compared with."""
         raise NotImplementedError
 
 
@@ -171,17 +190,17 @@ class CrossThinkQA(AnswerReward):
         return float(bool(text) and same(answer, text))
 
 
-def truths_of(request: RewardRequest, column: str) -> list[str]:
+def truths_of(row: Mapping[str, Any], column: str, where: str) -> list[str]:
     """Right answers of a row, as texts. Raises `DataError` if there is none."""
-    value: Any = request.metadata.get(column)
+    value: Any = row.get(column)
     value = value.tolist() if hasattr(value, "tolist") else value
     values = value if isinstance(value, (list, tuple)) else [value]
     usable = [each for each in values if isinstance(each, (str, int, float)) and not isinstance(each, bool)]
     texts = [_text(each) for each in usable if str(each).strip() and not _is_infinite(each)]
     if not values or len(texts) != len(values):
-        known = ", ".join(sorted(request.metadata)) or "none"
+        known = ", ".join(sorted(row)) or "none"
         raise DataError(
-            f"sample {request.sample.id}: column {column!r} holds {str(value)[:100]!r}, expected a text, a number or a"
+            f"{where}: column {column!r} holds {str(value)[:100]!r}, expected a text, a number or a"
             f" list of them (the row's columns: {known})"
         )
     return texts

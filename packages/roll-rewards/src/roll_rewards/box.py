@@ -8,8 +8,10 @@
 The server has one thread, no data of the run, and no descriptors but its socket. A box inherits its interpreter, so
 that a program starts within milliseconds. Layers of the restriction, from the program's point of view:
 
-- seccomp: only system calls on the list below. No sockets, processes, signals to others, mounts, tracing, kernel keys.
-- Landlock: files of the interpreter's libraries are readable, no others.
+- seccomp: only system calls on the list below. No sockets, processes, signals to others, mounts, tracing, kernel keys,
+  file locks.
+- Landlock: files of the interpreter's and the system's libraries are readable, no others, and no packages. Before Linux
+  6.2 it cannot forbid that opening a file empties it: seccomp does.
 - resource limits: processor time, memory, threads, file sizes, descriptors.
 - namespaces, where the kernel permits them: process ids, and an empty `tmpfs` of limited size as working directory.
   Without them the working directory is read-only.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import glob
 import json
 import os
 import platform
@@ -32,6 +35,7 @@ import socket
 import struct
 import sys
 import sysconfig
+from functools import cache
 from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,8 +53,8 @@ rt_sigaction 13 134|rt_sigprocmask 14 135|rt_sigreturn 15 139|pread64 17 67|pwri
 access 21 -|faccessat 269 48|faccessat2 439 439|pipe 22 -|pipe2 293 59|select 23 -|pselect6 270 72|poll 7 -
 ppoll 271 73|sched_yield 24 124|mremap 25 216|madvise 28 233|msync 26 227|mincore 27 232|dup 32 23|dup2 33 -
 dup3 292 24|pause 34 -|nanosleep 35 101|clock_nanosleep 230 115|getitimer 36 102|setitimer 38 103|alarm 37 -
-getpid 39 172|getppid 110 173|gettid 186 178|exit 60 93|exit_group 231 94|uname 63 160|flock 73 32|fsync 74 82
-fdatasync 75 83|ftruncate 77 46|getdents64 217 61|getcwd 79 17|chdir 80 49|fchdir 81 50|open 2 -|openat 257 56
+getpid 39 172|getppid 110 173|gettid 186 178|exit 60 93|exit_group 231 94|uname 63 160|fsync 74 82
+fdatasync 75 83|ftruncate 77 46|getdents64 217 61|getcwd 79 17|chdir 80 49|fchdir 81 50
 stat 4 -|lstat 6 -|newfstatat 262 79|statx 332 291|rename 82 -|renameat 264 38|renameat2 316 276|mkdir 83 -
 mkdirat 258 34|rmdir 84 -|unlink 87 -|unlinkat 263 35|readlink 89 -|readlinkat 267 78|umask 95 166|gettimeofday 96 169
 time 201 -|times 100 153|getrlimit 97 163|setrlimit 160 164|getrusage 98 165|sysinfo 99 179|getuid 102 174
@@ -72,11 +76,13 @@ BY_ARGUMENT: tuple[tuple[str, int, int, int, tuple[int | None, ...]], ...] = (
         1,
         (0x5401, 0x5413, 0x541B, 0x5450, 0x5451),
     ),  # is it a terminal, its size, bytes to read, cloexec
-    ("fcntl", 72, 25, 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),  # not F_SETOWN, which sends signals
+    ("fcntl", 72, 25, 1, (0, 1, 2, 3, 4, 1030, 1032)),  # not F_SETOWN, which sends signals, and no locks
     ("kill", 62, 129, 0, (None,)),
     ("tgkill", 234, 131, 0, (None,)),
     ("prlimit64", 302, 261, 0, (0,)),
 )
+OPEN = (((2, 1), (257, 2)), ((56, 2),))
+"""Numbers of `open` and `openat`, and the indices of their flags."""
 CLONE, CLONE3 = (56, 220), (435, 435)
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column in `SYSCALLS` and AUDIT_ARCH of each supported machine."""
@@ -88,6 +94,8 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
 SYS_CAPSET = (126, 91)
+READ_FILE, READ_DIRECTORY = 1 << 2, 1 << 3
+"""Rights of Landlock."""
 
 
 def main() -> None:
@@ -98,6 +106,7 @@ def main() -> None:
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest.py"), encoding="utf-8") as file:
         guest = compile(file.read(), "guest", "exec")
     options = json.loads(sys.argv[2])
+    readable()  # once for all boxes
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     while True:
@@ -233,12 +242,31 @@ def _set_limits(request: dict[str, Any], threads: bool) -> None:
         resource.setrlimit(name, (limit, limit))
 
 
-def readable() -> list[str]:
-    """Directories and files that programs may read: the standard library, shared libraries, time zones."""
+@cache
+def readable() -> dict[str, int]:
+    """Rights to the directories and files that programs may read: the standard library, shared libraries, time zones.
+
+    Packages among the libraries are not readable. Landlock cannot take a right back, so the directories above them may
+    only be listed, and each of their other entries is readable.
+    """
     names = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom"]
     paths = sysconfig.get_paths()
     names += [paths["stdlib"], paths["platstdlib"], str(sysconfig.get_config_var("LIBDIR"))]
-    return [name for name in dict.fromkeys(names) if os.path.exists(name)]
+    roots = list(dict.fromkeys(os.path.realpath(name) for name in names if os.path.exists(name)))
+    packages = {os.path.realpath(paths[name]) for name in ("purelib", "platlib")}
+    for root in roots:
+        for kind in ("site-packages", "dist-packages"):
+            packages |= {*glob.glob(f"{root}/{kind}"), *glob.glob(f"{root}/python*/{kind}")}
+    rights: dict[str, int] = {}
+    while roots:
+        name = roots.pop()
+        if name in packages or os.path.islink(name):  # what a link names has its own right, or none
+            continue
+        rights[name] = READ_FILE | READ_DIRECTORY if os.path.isdir(name) else READ_FILE
+        if any(package.startswith(f"{name}/") for package in packages):
+            rights[name] = READ_DIRECTORY
+            roots += [os.path.join(name, entry) for entry in os.listdir(name)]
+    return rights
 
 
 def _landlock(request: dict[str, Any], *, writable: bool) -> str:
@@ -248,16 +276,15 @@ def _landlock(request: dict[str, Any], *, writable: bool) -> str:
         return f"{os.strerror(ctypes.get_errno())}; Linux 5.13 has it"
     num_rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     every = (1 << num_rights) - 1
-    read_files, read_directories, write_file, read = 1 << 2, 1 << 3, 1 << 1, (1 << 2) | (1 << 3)
+    write_file, read = 1 << 1, READ_FILE | READ_DIRECTORY
     attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     attributes = attributes[: 24 if version >= 6 else 16 if version >= 4 else 8]
     ruleset = LIBC.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0)
     _checked(ruleset, "landlock_create_ruleset")
-    names = [*readable(), *request["paths"]]
-    rules = [(name, read if os.path.isdir(name) else read_files) for name in names]
+    rules = [*readable().items(), *((name, read) for name in request["paths"])]
     scratch = read | write_file | (1 << 4) | (1 << 5) | (1 << 7) | (1 << 8)  # remove and make files and directories
     scratch |= (1 << 14 if version >= 3 else 0) | (1 << 13 if version >= 2 else 0)
-    rules += [(request["scratch"], scratch if writable else read_directories), ("/dev/null", read_files | write_file)]
+    rules += [(request["scratch"], scratch if writable else READ_DIRECTORY), ("/dev/null", READ_FILE | write_file)]
     for name, rights in rules:
         parent = os.open(name, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", rights, parent)
@@ -284,7 +311,7 @@ def _seccomp(column: int, audit_arch: int, *, threads: bool) -> str:
 
 def seccomp_filter(column: int, audit_arch: int, *, threads: bool, pid: int) -> bytes:
     """Classic BPF over `struct seccomp_data`: number at 0, architecture at 4, low word of argument i at 16 + 8 i."""
-    load, equal, has_bits, give = 0x20, 0x15, 0x45, 0x06
+    load, equal, has_bits, mask, give = 0x20, 0x15, 0x45, 0x54, 0x06
     allow, kill = 0x7FFF0000, 0x80000000
     denied, missing = 0x00050000 | 1, 0x00050000 | 38  # EPERM, ENOSYS: libraries then use older calls
 
@@ -296,6 +323,12 @@ def seccomp_filter(column: int, audit_arch: int, *, threads: bool, pid: int) -> 
         number = entry.split()[1 + column]
         if number != "-":
             out += [step(equal, int(number), 0, 1), step(give, allow)]
+    for call, flags in OPEN[column]:
+        # Truncation needs a right to write, except for Landlock before its version 3 if the file is not opened for it.
+        modes = [step(equal, mode, 0, 1) + step(give, allow) for mode in (os.O_WRONLY, os.O_RDWR)]
+        body = [step(load, 16 + 8 * flags), step(has_bits, os.O_TRUNC, 1, 0), step(give, allow)]
+        body += [step(mask, os.O_WRONLY | os.O_RDWR), *modes, step(give, denied)]
+        out += [step(equal, call, 0, len(b"".join(body)) // 8), *body]
     for _, *numbers, argument, values in BY_ARGUMENT:
         tests = [step(equal, pid if value is None else value, 0, 1) + step(give, allow) for value in values]
         out += [step(equal, numbers[column], 0, 2 * len(tests) + 2), step(load, 16 + 8 * argument), *tests]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -19,6 +19,8 @@ from roll_rewards.rules import Format, LengthPenalty, RepetitionPenalty
 from roll_rewards.services import HttpReward
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from roll_core.spec.rollout import RewardRequest
     from roll_rewards.config import CompositeConfig
 
@@ -55,6 +57,13 @@ class CompositeReward(RewardFunction):
             component = CLASSES[config.reward](config)
             self._components[name] = component
             component.start()
+
+    @override
+    def unscorable(self, row: Mapping[str, Any]) -> str:
+        for name, config in self.config.components.items():
+            if problem := CLASSES[config.reward](config).unscorable(row):
+                return f"{name}: {problem}"
+        return ""
 
     @override
     def score(self, request: RewardRequest) -> Reward:

@@ -39,7 +39,8 @@ class MathRuleConfig(RewardConfig):
     require_boxed: bool = False
     r"""If true, a response without \boxed{…} gets 0. Otherwise the answer may also be in $…$ or in plain text."""
     float_rounding: NonNegativeInt = 6
-    """Number of decimal places to which numbers are compared."""
+    """Number of digits to which decimal fractions are compared: decimal places of numbers from 1 on, significant digits
+    below 1."""
     processes: PositiveInt = 2
     """Maximum number of processes per worker; more are started as responses queue up."""
     memory_limit_mb: PositiveInt = 4096

@@ -39,7 +39,7 @@ class IFEvalReward(RewardFunction):
 
     @override
     def score(self, request: RewardRequest) -> Reward:
-        instructions = self._instructions(request)
+        instructions = instructions_of(self.config, request.metadata, f"sample {request.sample.id}")
         text: str | None = request.response
         if self.config.remove_reasoning:
             text = answer_of(request.response, opened=opens_reasoning(request.prompt))
@@ -54,29 +54,38 @@ class IFEvalReward(RewardFunction):
             )
         return Reward(value=share if self.config.reward_type == "soft" else float(all(followed)), detail=detail)
 
-    def _instructions(self, request: RewardRequest) -> list[tuple[str, dict[str, Any]]]:
-        config, row = self.config, request.metadata
-        where = f"sample {request.sample.id}"
-        if config.instructions in row:
-            names, options = _plain(row[config.instructions]), _plain(row.get(config.instruction_args))
-            options = options or [{} for _ in names]
-            if not isinstance(names, list) or not names or not isinstance(options, list) or len(names) != len(options):
-                raise DataError(
-                    f"{where}: columns {config.instructions!r} and {config.instruction_args!r}, expected two lists of"
-                    " equal length"
-                )
-            found = [(str(name), dict(each or {})) for name, each in zip(names, options, strict=True)]
-        elif config.ground_truth in row:
-            found = [_of_rlvr(_plain(row[config.ground_truth]), where)]
-        else:
+    @override
+    def unscorable(self, row: Mapping[str, Any]) -> str:
+        try:
+            for name, options in instructions_of(self.config, row, "the row"):
+                follows("a response", name, options)
+        except (DataError, RewardFailure) as problem:
+            return str(problem)
+        return ""
+
+
+def instructions_of(config: IFEvalConfig, row: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+    """Ids and arguments of a row's instructions. Raises `DataError` if they cannot be used."""
+    if config.instructions in row:
+        names, options = _plain(row[config.instructions]), _plain(row.get(config.instruction_args))
+        options = options or [{} for _ in names]
+        if not isinstance(names, list) or not names or not isinstance(options, list) or len(names) != len(options):
             raise DataError(
-                f"{where}: no column {config.instructions!r} or {config.ground_truth!r} (the row's columns:"
-                f" {', '.join(sorted(row)) or 'none'})"
+                f"{where}: columns {config.instructions!r} and {config.instruction_args!r}, expected two lists of"
+                " equal length"
             )
-        unknown = [name for name, _ in found if name not in CHECKS]
-        if unknown:
-            raise DataError(f"{where}: unknown instruction {unknown[0]!r}, expected one of {', '.join(sorted(CHECKS))}")
-        return found
+        found = [(str(name), dict(each or {})) for name, each in zip(names, options, strict=True)]
+    elif config.ground_truth in row:
+        found = [_of_rlvr(_plain(row[config.ground_truth]), where)]
+    else:
+        raise DataError(
+            f"{where}: no column {config.instructions!r} or {config.ground_truth!r} (the row's columns:"
+            f" {', '.join(sorted(row)) or 'none'})"
+        )
+    unknown = [name for name, _ in found if name not in CHECKS]
+    if unknown:
+        raise DataError(f"{where}: unknown instruction {unknown[0]!r}, expected one of {', '.join(sorted(CHECKS))}")
+    return found
 
 
 def follows(text: str, name: str, options: Mapping[str, Any]) -> bool:

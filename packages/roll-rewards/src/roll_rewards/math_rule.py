@@ -7,17 +7,20 @@ r"""`reward: math_rule`: 1 if the response's final answer equals the ground trut
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from roll_core.data.reasoning import opens_reasoning
+from roll_core.errors import DataError, RewardFailure
 from roll_core.runtime.workers.reward_pool import RewardPool
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_rewards.answers import truths_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from roll_core.spec.rollout import RewardRequest
     from roll_rewards.config import MathRuleConfig
 
@@ -47,11 +50,22 @@ class MathRuleReward(RewardFunction):
         Raises `RewardFailure` if no comparison was made, and `DataError` if the row has no usable ground truth.
         """
         config = self.config
-        truths = truths_of(request, config.ground_truth)
+        truths = truths_of(request.metadata, config.ground_truth, f"sample {request.sample.id}")
         opened = opens_reasoning(request.prompt)
         arguments = {"response": request.response, "truths": truths, "opened": opened}
         found = self._pool.call(arguments, config.timeout_s)
         return Reward(value=found["value"], detail={key: found[key] for key in ("answer", "why") if key in found})
+
+    @override
+    def unscorable(self, row: Mapping[str, Any]) -> str:
+        from roll_rewards.math_scorer import read_truth  # loads sympy
+
+        try:
+            for truth in truths_of(row, self.config.ground_truth, "the row"):
+                read_truth(truth)
+        except (DataError, RewardFailure) as problem:
+            return str(problem)
+        return ""
 
     @override
     def close(self) -> None:

@@ -525,19 +525,41 @@ def _are_texts(value: Any) -> bool:
 # -- is isolation given? -----------------------------------------------------------------------------------------------
 
 PROBE = r"""
-import os, socket, subprocess
+import ctypes, fcntl, os, shutil, socket
 def possible(act):
     try:
         act()
     except BaseException:
         return False
     return True
-home, parent = CANARY, PARENT
+home, library, parent = CANARY, LIBRARY, PARENT  # the library may be read
+call = ctypes.CDLL(None, use_errno=True).syscall
+def succeeds(*arguments):
+    if call(*arguments) < 0:
+        raise OSError
+open(library).read()
+HOW = (ctypes.c_ulong * 3)(os.O_TRUNC)
 print([name for name, act in {
     "read a file outside": lambda: open(home).read(),
     "write a file outside": lambda: open(home, "a").write("x"),
     "create a file outside": lambda: open(home + ".new", "w").write("x"),
-    "change the mode of a file": lambda: os.chmod(home, 0o777),
+    "create a file beside a library": lambda: open(library + ".new", "w").write("x"),
+    "create a directory beside a library": lambda: os.mkdir(library + ".directory"),
+    "change the mode of a file": lambda: os.chmod(library, 0o777),
+    "change the time of a file": lambda: os.utime(library, (0, 0)),
+    "set an attribute of a file": lambda: os.setxattr(library, "user.x", b"x"),
+    "write a library": lambda: open(library, "a").write("x"),
+    "empty a library by its path": lambda: os.truncate(library, 0),
+    "empty a library by opening it": lambda: os.open(library, os.O_RDONLY | os.O_TRUNC),
+    "empty a library by opening it for nothing": lambda: os.open(library, os.O_ACCMODE | os.O_TRUNC),
+    "empty a library by creating it": lambda: os.open(library, os.O_CREAT | os.O_TRUNC),
+    "empty a library by opening it anew": lambda: succeeds(437, -100, library.encode(), HOW, 24),
+    "rename a library": lambda: os.rename(library, library + ".away"),
+    "move a library here": lambda: os.rename(library, "here"),
+    "link a library": lambda: os.link(library, library + ".link"),
+    "delete a library": lambda: os.unlink(library),
+    "lock a library": lambda: fcntl.flock(os.open(library, os.O_RDONLY), fcntl.LOCK_SH),
+    "lock a part of a library": lambda: fcntl.lockf(os.open(library, os.O_RDONLY), fcntl.LOCK_SH),
     "open a socket": lambda: socket.socket(),
     "connect": lambda: socket.socket(socket.AF_UNIX).connect("/run/docker.sock"),
     "start a process": lambda: os.fork() or os._exit(0),
@@ -554,11 +576,22 @@ def probe() -> str:
     sandbox = Sandbox(Limits(cpu_s=5.0))
     try:
         with tempfile.TemporaryDirectory(prefix="roll-probe-") as directory:
-            canary = Path(directory, "canary")
-            canary.write_text("canary", encoding="utf-8")
-            source = PROBE.replace("CANARY", repr(str(canary))).replace("PARENT", str(os.getpid()))
-            outcome = sandbox.run(source, "")
-        if outcome.status or outcome.stdout.strip() != b"[]":
+            canary, library = Path(directory, "canary"), Path(directory, "readable", "library")
+            library.parent.mkdir()
+            for path in (canary, library):
+                path.write_text("canary", encoding="utf-8")
+            source = PROBE.replace("CANARY", repr(str(canary))).replace("LIBRARY", repr(str(library)))
+            job = {
+                "mode": "script",
+                "source": source.replace("PARENT", str(os.getpid())),
+                "paths": [str(library.parent)],
+            }
+            with sandbox.session(job) as box:
+                outcome = box.finish()
+            left = {path.relative_to(directory).as_posix() for path in Path(directory).rglob("*")}
+            is_intact = left == {"canary", "readable", "readable/library"}
+            is_intact = is_intact and canary.read_text() == library.read_text() == "canary"
+        if outcome.status or outcome.stdout.strip() != b"[]" or not is_intact:
             found = outcome.stdout.decode("utf-8", "replace").strip() or describe(outcome)
             return f"a program can escape from its box: {found[:300]}"
     except RewardFailure as failure:

@@ -73,7 +73,7 @@ def show_audit(
             if not loaded.pipeline.tokenizer:
                 raise UnsupportedError(f"pipeline {config.pipeline} has no tokenizer and no chat template to audit")
             built = prepare_tokenizer(config, data, Path(folder))
-            findings = list(audit_run(config, data.rows, built))
+            findings = list(audit_run(config, data.rows, built, registry=registry))
             rows = list(shown_rows(config, data.rows, built, num_shown))
     failed = any(each.level == "error" for each in findings)
     if as_json:

@@ -7,6 +7,7 @@ token ends a turn. `audit_rows` encodes the rows as the run does: lengths, dupli
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -21,8 +22,11 @@ from roll_core.config.schema import sections
 from roll_core.data.encode import Encoder
 from roll_core.data.end_tokens import saved_end_ids, trained_end_ids
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
-from roll_core.errors import DataError, install_command
+from roll_core.errors import DataError, PluginLoadError, install_command
+from roll_core.plugins.targets import load_class
 from roll_core.spec.config import DataArguments, RewardRunConfig
+from roll_core.spec.providers import RewardProvider
+from roll_core.spec.rollout import RewardFunction
 from roll_tools.saved_record import AUDIT
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.data.rows import Row, Rows
+    from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RewardConfig, RunConfig
     from roll_core.spec.environment import Message
     from roll_core.spec.pipeline import Run
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NAMED_ROWS = 20
+"""Maximum number of rows that a finding names."""
 RECORDED_S = 0.5
 """Seconds for the audit of a run's rows at its start."""
 PIPELINES = {"sft": True, "rlvr": False, "agentic": False}
@@ -275,14 +282,20 @@ def audit_rows(
 
 
 def audit_reward_columns(
-    rows: Rows, rewards: Mapping[str, RewardConfig], *, subject: str, seconds: float | None = None
+    rows: Rows,
+    rewards: Mapping[str, RewardConfig],
+    *,
+    subject: str,
+    seconds: float | None = None,
+    functions: Mapping[str, RewardFunction] | None = None,
 ) -> Iterator[AuditFinding]:
-    """Check that the columns of the rows that each reward scores have values.
+    """Check that the columns of the rows that each reward scores have values, and values that it can score.
 
     An empty column that a key of the reward names is a warning; of another column it is a note, because a function may
-    not read it. `seconds` ends the audit of further rows; the findings then name the number of rows.
+    not read it. `seconds` ends the audit of further rows; the findings then name the number of rows. `functions` find
+    the rows that they cannot score.
     """
-    begin = time.monotonic()
+    begin, functions = time.monotonic(), functions or {}
     for domain, reward in rewards.items():
         tags = {domain, *reward.tag_included}
         read = {column: key for key, column in reward.columns().items()}
@@ -291,6 +304,7 @@ def audit_reward_columns(
         seen: set[str] = set()
         empty: Counter[str] = Counter()
         examples: dict[str, Row] = {}
+        unscorable: list[tuple[Row, str]] = []
         for row in rows:
             if seconds is not None and time.monotonic() - begin > seconds:
                 first = "the first "
@@ -303,6 +317,20 @@ def audit_reward_columns(
                 if _is_empty(row.values.get(column)):
                     empty[column] += 1
                     examples.setdefault(column, row)
+            is_filled = not any(_is_empty(row.values.get(column)) for column in read)
+            if domain in functions and is_filled and (problem := functions[domain].unscorable(row.values)):
+                unscorable.append((row, problem))
+        if unscorable:
+            names = [row.where for row, _ in unscorable]
+            more = f" and {len(names) - NAMED_ROWS} more" if len(names) > NAMED_ROWS else ""
+            yield AuditFinding(
+                check="reward_rows",
+                subject=subject,
+                level="warning",
+                found=f"rewards.{domain} cannot score {len(names)} of {num} rows: {unscorable[0][1]}. The rows are"
+                f" {', '.join(names[:NAMED_ROWS])}{more}",
+                remedy="mend or remove them: their samples fail in each pass",
+            )
         bad = [column for column in columns if column in seen and column in empty]
         for column in bad:
             yield AuditFinding(
@@ -438,9 +466,17 @@ def is_chat_data(data: DataArguments, tokenizer: PreTrainedTokenizerBase) -> boo
 
 
 def audit_run(
-    config: RunConfig, rows: ReadRows, tokenizer: PreTrainedTokenizerBase, *, seconds: float | None = None
+    config: RunConfig,
+    rows: ReadRows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seconds: float | None = None,
+    registry: Registry | None = None,
 ) -> Iterator[AuditFinding]:
-    """Audit the chat template and all rows of a run. `seconds` is the time after which no further row is encoded."""
+    """Audit the chat template and all rows of a run. `seconds` is the time after which no further row is encoded.
+
+    With `registry`, load the rewards and find the rows that they cannot score.
+    """
     begin = time.monotonic()
     if config.pipeline not in PIPELINES:
         yield AuditFinding(
@@ -485,7 +521,10 @@ def audit_run(
             model_ends=model_ends,
         )
         if isinstance(config, RewardRunConfig):
-            yield from audit_reward_columns(rows(source), config.rewards, subject=key, seconds=left())
+            functions = _reward_functions(config, registry) if registry is not None else {}
+            yield from audit_reward_columns(
+                rows(source), config.rewards, subject=key, seconds=left(), functions=functions
+            )
     yield from _read_sources(config, rows, {key for key, _ in sources(config)}) if seconds is None else ()
 
 
@@ -510,6 +549,17 @@ def _read_sources(config: RunConfig, rows: ReadRows, audited: set[str]) -> Itera
             yield AuditFinding(check="rows", subject=key, level="error", found=str(error))
         else:
             yield AuditFinding(check="rows", subject=key, level="ok", found=f"{len(found)} rows, read but not encoded")
+
+
+def _reward_functions(config: RewardRunConfig, registry: Registry) -> dict[str, RewardFunction]:
+    """Rewards that score without a model, by their domain. None of those whose packages are missing."""
+    functions = {}
+    for domain, reward in config.rewards.items():
+        provider = registry.find(RewardProvider, reward.reward)
+        with contextlib.suppress(ImportError, PluginLoadError):  # `roll-core check` reports them
+            cls = load_class(provider.target, RewardFunction, owner=provider.name)  # type: ignore[type-abstract]
+            functions[domain] = cls(reward)
+    return functions
 
 
 def write_audit(run: Run) -> None:

@@ -171,6 +171,14 @@ class RewardFunction(ABC):
     def start(self) -> None:
         """Load resources. Called once, in the process that calls `score`."""
 
+    def unscorable(self, row: Mapping[str, Any]) -> str:
+        """Why every sample of a row with these columns would fail; empty if none would.
+
+        `roll-core audit` calls this for each row, without `start`, and names the rows. Default: what the schema's
+        `check_row` finds.
+        """
+        return next(iter(self.config.check_row(row).values()), "")
+
     @abstractmethod
     def score(self, request: RewardRequest) -> Reward:
         """Score one sample. Raise `RewardFailure` if no value can be computed: a failure is never a reward of 0.
