@@ -231,3 +231,26 @@ def test_a_run_goes_on_without_output_if_the_reader_of_its_pipe_exits() -> None:
 def test_a_command_whose_output_must_be_read_ends_with_the_reader() -> None:
     with unread(), pytest.raises(SystemExit):
         Console(must_be_read=True).line("step 1")
+
+
+def test_rounding_is_not_shown_but_what_carries_a_signal_is() -> None:
+    console, stream = plain()
+    console.start(total_steps=200)
+    console.evaluated(0, {"val/score/mean": 0.25})
+    # One optimizer step per batch: the ratio is 1, so loss and KL are 0 but for rounding.
+    noise = {"actor/loss": 4e-9, "actor/approx_kl": 0.0, "actor/entropy": 1.5, "actor/grad_norm": 0.42}
+    console.step(1, {"score/mean": 0.5, **noise})
+    console.step(2, {"score/mean": 0.5, "actor/loss": -0.25, "actor/approx_kl": 0.001})
+    lines = [line.split()[1:] for line in stream.getvalue().splitlines()[1:]]
+    assert lines[0] == ["reward=0.5", "entropy=1.5", "grad_norm=0.42", "val=0.25"]
+    assert lines[1][:4] == ["reward=0.5", "loss=-0.25", "kl=0.001", "val=0.25"]
+
+
+def test_a_bar_hides_a_loss_that_became_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, stream = terminal(monkeypatch)
+    console.start(total_steps=200)
+    console.step(1, {"score/mean": 0.5, "actor/loss": 0.25})
+    console.step(2, {"score/mean": 0.5, "actor/loss": 1e-9})
+    console.close()
+    drawn = [re.findall(r"(?:loss|reward) [0-9.]+", each) for each in re.split(r"[\r\n]", shown(stream))]
+    assert [each for each in drawn if each][-1] == ["reward 0.500"]

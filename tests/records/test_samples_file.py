@@ -117,3 +117,14 @@ def test_a_resumed_run_keeps_the_samples_before_its_step(tmp_path: Path, open_fi
     new = open_file(tmp_path / "new.jsonl", history=tmp_path / "before", resumed_step=2)
     new.write(3, [sample(33, 0)])
     assert [row["group"] for row in rows(tmp_path / "new.jsonl")] == ["1/0", "2/0", "33/0"]
+
+
+def test_the_last_row_counts_the_samples_that_are_left_out(
+    tmp_path: Path, open_file: Callable[..., SamplesFile]
+) -> None:
+    file = open_file(tmp_path / "s.jsonl")
+    file.write(1, [sample(group, index) for group in range(4) for index in range(8)])
+    file.write(2, [sample(0, index) for index in range(3)])
+    first, second = ([row for row in rows(tmp_path / "s.jsonl") if row["step"] == step] for step in (1, 2))
+    assert [row.get("left_out") for row in first] == [None] * 7 + [32 - 8]
+    assert [row.get("left_out") for row in second] == [None] * 3

@@ -21,6 +21,7 @@ from roll_tools.charts import (
 )
 from roll_tools.checkpoints import size_text
 from roll_tools.curves import charts_of
+from roll_tools.tables import memory_rows
 
 
 @pytest.mark.parametrize(
@@ -154,3 +155,26 @@ def test_bars_do_not_overlap() -> None:
     svg = ET.fromstring(stacked_steps([(n, {"a": 1.0}) for n in range(7)], {"a": 0}))
     places = [(float(r.attrib["x"]), float(r.attrib["width"])) for r in svg.iter("rect")]
     assert all(x + w <= after for (x, w), (after, _) in itertools.pairwise(places))
+
+
+def test_the_first_charts_leave_out_rounding() -> None:
+    rows = [
+        {"step": i, "score/mean": 0.5, "actor/loss": 4e-9 * (-1) ** i, "actor/approx_kl": 1e-14, "actor/clipfrac": 0.0}
+        for i in (1, 2, 3)
+    ]
+    key, sections = charts_of(rows)
+    assert [chart.title for chart in key] == ["score/mean"]
+    assert [chart.title for section in sections for chart in section.charts] == ["actor/loss"]
+    key, _ = charts_of([{**row, "actor/loss": 0.1 * row["step"], "actor/approx_kl": 0.01} for row in rows])
+    assert [chart.title for chart in key] == ["score/mean", "actor/loss", "actor/approx_kl"]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "error"),
+    [(88, 137, "within 64 MiB"), (880, 1370, "-36%"), (1000, 1010, "within 64 MiB"), (None, 10, "")],
+)
+def test_small_errors_of_predicted_memory_are_no_share(predicted: int | None, measured: int, error: str) -> None:
+    process = {"roles": ["actor_train"], "pid": 1, "host": "here", "measured_bytes": measured << 20}
+    process |= {"predicted_bytes": None if predicted is None else predicted << 20}
+    (row,) = memory_rows([{**process, "device_measured_bytes": None, "device_predicted_bytes": None}])
+    assert row["error"] == error

@@ -16,7 +16,7 @@ from roll_core.runtime.records.record import write_atomically
 from roll_core.runtime.records.tracking import is_lower_better
 from roll_tools import tables
 from roll_tools.charts import figure
-from roll_tools.curves import KEY_CURVES, points
+from roll_tools.curves import KEY_CURVES, is_rounding, points
 from roll_tools.rendering import TONES, overlay_json, template
 from roll_tools.saved_record import SavedRecord, config_hash, read_state, readable_metrics
 
@@ -94,7 +94,8 @@ def write_comparison(runs: Sequence[RunDir], path: Path) -> Path:
     """Write the page that compares `runs` to `path` and return the path. Runs may be in any state."""
     compared = _compared(runs)
     names = sorted({name for run in compared for row in run.metrics for name in row if name not in ("step", "time")})
-    key = list(dict.fromkeys(name for candidates in KEY_CURVES for name in candidates if name in set(names)))
+    known = {name for name in names if any(not is_rounding(name, line) for line in _lines(compared, name) if line)}
+    key = list(dict.fromkeys(name for candidates in KEY_CURVES for name in candidates if name in known))
     # Minimum and maximum beside a mean, and times, are only in the table.
     others = [name for name in names if name not in key and not name.startswith("time/")]
     drawn = [name for name in others if not name.endswith(("/min", "/max")) and _changes(compared, name)]

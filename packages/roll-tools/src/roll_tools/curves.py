@@ -25,6 +25,11 @@ KEY_CURVES = (
     ("tokens_per_s/step", "tokens_per_s/train"),
 )
 """Metrics shown first. Each entry lists candidates; the first that the run has is shown."""
+ROUNDING = {
+    **dict.fromkeys(("actor/loss", "train/loss", "loss"), 1e-6),
+    **dict.fromkeys(("kl/mean", "actor/kl", "actor/approx_kl", "actor/clip_fraction", "actor/clipfrac"), 1e-9),
+}
+"""Metrics that are not shown first if no absolute value exceeds this: 0 but for rounding."""
 
 WEIGHTS = "Weight sync"
 SECTIONS = {
@@ -64,7 +69,8 @@ def charts_of(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list
     series = _series(metrics, [name for name in names if not name.startswith("time/")])
     key: list[Chart] = []
     for candidates in KEY_CURVES:
-        found = next((name for name in candidates if name in series), None)
+        known = (name for name in candidates if name in series)
+        found = next((name for name in known if not is_rounding(name, series[name].points)), None)
         if found is not None and (chart := line_chart(series.pop(found))) is not None:
             key.append(chart)
     sections: dict[str, Section] = {}
@@ -101,6 +107,12 @@ def _series(metrics: Sequence[Mapping[str, float]], names: Sequence[str]) -> dic
             high=points(metrics, high) if both else (),
         )
     return series
+
+
+def is_rounding(name: str, values: Sequence[tuple[float, float]]) -> bool:
+    """True if all values of a metric are 0 but for rounding, as a policy's loss and KL with one step per batch."""
+    bound = ROUNDING.get(name)
+    return bound is not None and all(abs(value) <= bound for _, value in values)
 
 
 def points(metrics: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:

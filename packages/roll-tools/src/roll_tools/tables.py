@@ -147,6 +147,10 @@ def _summed(steps: Sequence[Mapping[str, float]]) -> list[StageTime]:
     return [StageTime(stage=name, seconds=total[name], entries=entries[name]) for name in order]
 
 
+KEPT_BYTES = 64 << 20
+"""Freed memory that the C library may keep, which the measurement of a process includes."""
+
+
 def memory_rows(processes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Predicted and measured memory of each process, on host and device."""
     rows = []
@@ -164,10 +168,17 @@ def memory_rows(processes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
                     "where": where,
                     "predicted": "unknown" if predicted is None else f"{predicted / 2**20:,.0f} MiB",
                     "measured": f"{measured / 2**20:,.0f} MiB",
-                    "error": f"{predicted / measured - 1:+.0%}" if predicted is not None and measured else "",
+                    "error": "" if predicted is None or not measured else _error(predicted, measured, where),
                 }
             )
     return rows
+
+
+def _error(predicted: int, measured: int, where: str) -> str:
+    """Relative error of a prediction; on the host only a bound if it is within what the C library keeps."""
+    if where == "host" and abs(predicted - measured) <= KEPT_BYTES:
+        return f"within {KEPT_BYTES >> 20} MiB"
+    return f"{predicted / measured - 1:+.0%}"
 
 
 def weight_sync_rows(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:

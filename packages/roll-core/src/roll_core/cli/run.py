@@ -103,4 +103,7 @@ def summary(loaded: LoadedConfig) -> str:
     first, *others = steps.items() if steps else [("", 0)]
     per_batch = f"{first[1]} optimizer step{'' if first[1] == 1 else 's'} per batch"
     per_batch += "".join(f", {name} {number}" for name, number in others if number != first[1])
-    return f"{loaded.config.pipeline}: {', '.join(roles) or 'no roles'}{f'; {per_batch}' if steps else ''}"
+    parts = [", ".join(roles) or "no roles", *([per_batch] if steps else [])]
+    if loaded.config.max_steps is not None and "max_steps" not in loaded.config.model_fields_set:
+        parts.append(f"max_steps {loaded.config.max_steps}, the default")
+    return f"{loaded.config.pipeline}: {'; '.join(parts)}"

@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from roll_core.pipelines.best_of_k import best_of_k_metrics
 from roll_core.pipelines.config import sequences_per_step
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class Validation:
 def score_metrics(samples: list[Sample]) -> dict[str, float]:
     """Averages over samples: `val/score/mean`, the same per tag, response length, and the number of failed rewards.
 
-    A failed reward counts only in `val/reward_failures`.
+    With several responses per prompt also `val/pass@k`, `val/best@k` and `val/maj@k`, see `best_of_k_metrics`. A failed
+    reward counts only in `val/reward_failures`.
     """
     by_tag: defaultdict[str, list[float]] = defaultdict(list)
     for sample in samples:
@@ -68,8 +70,12 @@ def score_metrics(samples: list[Sample]) -> dict[str, float]:
     }
     if scores:
         metrics["val/score/mean"] = statistics.fmean(scores)
+    metrics |= {f"val/{name}": value for name, value in best_of_k_metrics(samples).items()}
     if len(by_tag) > 1:
-        metrics |= {f"val/{tag or 'untagged'}/score/mean": statistics.fmean(found) for tag, found in by_tag.items()}
+        for tag, found in by_tag.items():
+            metrics[f"val/{tag or 'untagged'}/score/mean"] = statistics.fmean(found)
+            own = best_of_k_metrics([sample for sample in samples if sample.tag == tag])
+            metrics |= {f"val/{tag or 'untagged'}/{name}": value for name, value in own.items()}
     return metrics
 
 

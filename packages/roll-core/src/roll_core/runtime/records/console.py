@@ -53,12 +53,17 @@ class Headline:
     metrics: tuple[str, ...]
     dispensable: int = 0
     """On a narrow terminal, higher values are hidden first; 0 is never hidden."""
+    rounding: float = 0.0
+    """Absolute values up to this one are rounding, and not shown: with one optimizer step per batch, the loss of a
+    policy is 0 but for rounding, and so is its KL."""
 
 
 HEADLINES = (
     Headline("reward", ("score/mean", "reward/mean")),
-    Headline("loss", ("actor/loss", "train/loss", "loss"), dispensable=1),
-    Headline("kl", ("kl/mean", "actor/approx_kl"), dispensable=5),
+    Headline("loss", ("actor/loss", "train/loss", "loss"), dispensable=1, rounding=1e-6),
+    Headline("kl", ("kl/mean", "actor/approx_kl"), dispensable=7, rounding=1e-9),
+    Headline("entropy", ("actor/entropy", "train/entropy"), dispensable=5),
+    Headline("grad_norm", ("actor/grad_norm", "train/grad_norm"), dispensable=6),
     Headline("acc", ("train/token_accuracy", "train/rewards/accuracies", "train/acc", "actor/acc"), dispensable=4),
     Headline("val", ("val/score/mean", "val/loss"), dispensable=3),
     Headline("tokens/s", ("tokens_per_s/step", "tokens_per_s/train"), dispensable=2),
@@ -221,10 +226,15 @@ class Console:
             self.line(" ".join([f"step={step}/{self._total}", *(f"{k}={_exact(v)}" for k, v in metrics.items())]))
 
     def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Format `step=3/200 reward=0.512 loss=0.0031 … step_s=1.31 eta_s=258`, the step's metrics in a fixed order."""
+        """Format `step=3/200 reward=0.512 loss=0.0031 … step_s=1.31 eta_s=258`, the step's metrics in a fixed order.
+
+        `val` is that of the last evaluation.
+        """
         parts = [f"step={step}/{self._total}"]
         for headline in HEADLINES:
             value = _first(headline, metrics)
+            if value is None and headline.label == "val":
+                value = self._shown.get("val")
             if value is not None:
                 parts.append(f"{headline.label.replace('/', '_per_')}={_exact(value)}")
         if "time/step" in metrics:
@@ -269,9 +279,10 @@ class Console:
 
     def _take(self, metrics: Mapping[str, float]) -> None:
         for headline in HEADLINES:
-            value = _first(headline, metrics)
-            if value is not None:
-                self._shown[headline.label] = value
+            if any(name in metrics for name in headline.metrics):
+                self._shown.pop(headline.label, None)
+                if (value := _first(headline, metrics)) is not None:
+                    self._shown[headline.label] = value
 
     def _remaining_s(self) -> float | None:
         """Estimate from the last steps, without the first: it is slower and follows an evaluation."""
@@ -343,7 +354,8 @@ def time_table(rows: Sequence[LedgerRow]) -> Table:
 
 
 def _first(headline: Headline, metrics: Mapping[str, float]) -> float | None:
-    return next((metrics[name] for name in headline.metrics if name in metrics), None)
+    value = next((metrics[name] for name in headline.metrics if name in metrics), None)
+    return None if value is not None and 0 <= abs(value) <= headline.rounding > 0 else value
 
 
 def _short(value: float) -> str:

@@ -236,7 +236,10 @@ _METADATA_CHARS = 500
 
 
 class SamplesFile(LineWriter):
-    """Writes the first samples of each step: at most 8 per split and at most 4 per prompt."""
+    """Writes the first samples of each step: at most 8 per split and at most 4 per prompt.
+
+    The last row of a call has the number of samples that were left out, `left_out`.
+    """
 
     def __init__(
         self, path: Path, decode: Callable[[TokenIds], str], *, history: Path | None = None, resumed_step: int = 0
@@ -252,13 +255,17 @@ class SamplesFile(LineWriter):
         if step != self._step:
             self._step, self._written = step, Counter()
         in_group: Counter[str] = Counter()
+        chosen: list[Sample] = []
         for sample in samples:
-            if self._written[split] >= _PER_STEP:
-                return
-            if in_group[sample.group_id] < _PER_GROUP:
+            if self._written[split] < _PER_STEP and in_group[sample.group_id] < _PER_GROUP:
                 in_group[sample.group_id] += 1
                 self._written[split] += 1
-                self.append(self._row(step, split, sample))
+                chosen.append(sample)
+        rows = [self._row(step, split, sample) for sample in chosen]
+        if rows and len(chosen) < len(samples):
+            rows[-1]["left_out"] = len(samples) - len(chosen)
+        for row in rows:
+            self.append(row)
 
     def _row(self, step: int, split: str, sample: Sample) -> dict[str, Any]:
         row: dict[str, Any] = {
