@@ -280,3 +280,39 @@ def test_a_fragment_may_be_empty(write):
     assert len(composed.files) == 4
     with pytest.raises(ConfigError):
         compose(Path("nothing.yaml"), (), REGISTRY)
+
+
+def bomb(first, *, form):
+    """Eight levels of ten references each."""
+    levels = [f"bomb_0: {first}"]
+    for level in range(1, 9):
+        reference = f"${{bomb_{level - 1}}}"
+        value = {
+            "text": '"' + 10 * reference + '"',
+            "list": "[" + ", ".join(10 * [f"'{reference}'"]) + "]",
+            "mapping": "{" + ", ".join(f"k{i}: '{reference}'" for i in range(10)) + "}",
+        }[form]
+        levels.append(f"bomb_{level}: {value}")
+    return "\n".join(levels) + "\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("form", ["text", "list", "mapping"])
+def test_interpolations_that_multiply_are_refused(write, form):
+    file = write(run=SFT + bomb("x", form=form))
+    composed = compose(file, (), REGISTRY)
+    (problem,) = [each for each in composed.problems if each.code == "ROLL-C024"]
+    assert mentions(problem.where, "run.yaml")
+    assert problem.key.startswith("bomb_")
+
+
+def test_interpolations_that_repeat_a_long_text_are_refused(write):
+    file = write(run=SFT + f"long: {50_000 * 'x'}\nname: {100 * '${long}'}\n")
+    (problem,) = compose(file, (), REGISTRY).problems
+    assert (problem.code, problem.key) == ("ROLL-C024", "name")
+
+
+def test_a_bomb_in_an_override_is_refused(write):
+    file = write(run=SFT + bomb("x", form="text"))
+    with raises_error(ConfigError, "ROLL-C024"):
+        load(file, ("exp_name=${bomb_8}",), registry=REGISTRY)

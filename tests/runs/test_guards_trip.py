@@ -104,14 +104,12 @@ def test_an_engine_that_confirms_weights_that_it_never_loads_is_found_at_the_sec
         return WeightReceipt(version=version, digests={entry.name: entry.digest for entry in manifest.tensors})
 
     monkeypatch.setattr(HFInferStrategy, "update_weights", copies_the_manifest)
-    connect = controller.WeightSyncController._connect
+    probe = controller.logprob_probe
 
-    async def connected(self, source, target):
-        link = await connect(self, source, target)
-        link.probes = prompt_logprobs
-        return link
+    async def probe_engine(*roles, can, **options):
+        return await probe(*roles, can=replace(can, prompt_logprobs=prompt_logprobs), **options)
 
-    monkeypatch.setattr(controller.WeightSyncController, "_connect", connected)
+    monkeypatch.setattr(controller, "logprob_probe", probe_engine)
     config = local_runs.rlvr(guards={"logprob_probe": "warn"})
     config["actor_infer"]["device_mapping"] = [1]
     result = local_runs.run(config)

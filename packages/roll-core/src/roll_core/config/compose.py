@@ -38,6 +38,9 @@ _HYDRA_RESOLVER = re.compile(r"\$\{\s*(now|hydra|hydra_version|python_version)\s
 MISSING = "???"
 _BROKEN = object()
 """Placeholder for interpolations that failed."""
+MAX_INTERPOLATIONS = 2_000
+"""Interpolations that one config may resolve, those inside of referred values included; 100 characters of a value count
+as one more. Eight lines of ten references each would resolve 100 million, at a millisecond each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class _Composition:
         self.positions = Positions(self.source.name, [FileLayer((), self.source)])
         self.problems: list[ConfigProblem] = []
         self.blocks: set[str] = set()
+        self.num_resolved = 0
 
     def run(self, overrides: Overrides) -> ComposedConfig:
         source = self.source
@@ -95,12 +99,14 @@ class _Composition:
             return self._finish(deepcopy(_without_hydra(source.data)))
         from omegaconf import OmegaConf
 
-        for override in parsed:
-            try:
-                apply_override(cfg, override, self.positions)
-            except ConfigError as error:
-                self.problems += error.problems
-        return self._finish(self._resolved(OmegaConf.to_container(cfg, resolve=False), cfg, ()))
+        with self._counted_interpolations():
+            for override in parsed:
+                try:
+                    apply_override(cfg, override, self.positions)
+                except ConfigError as error:
+                    self.problems += error.problems
+            data = self._resolved(OmegaConf.to_container(cfg, resolve=False), cfg, ())
+        return self._finish(data)
 
     def _finish(self, data: Any) -> ComposedConfig:
         broken = {path for path, each in _leaves(data) if each is _BROKEN or each == MISSING}
@@ -288,14 +294,46 @@ class _Composition:
         if not isinstance(raw, str) or "${" not in raw:
             return raw
         self.positions.interpolations[path] = Interpolation.of(raw, path)
+        if self.num_resolved > MAX_INTERPOLATIONS:
+            return _BROKEN  # as the problem says
         try:
             value = parent[key]
-            return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+            plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+            if self.num_resolved > MAX_INTERPOLATIONS:
+                raise ValueError("too many interpolations")
+            return plain
         except Exception as error:  # whatever a resolver raises; RecursionError for a cycle
             self.problems.append(self._unresolved(error, raw, path))
             return _BROKEN
 
+    @contextmanager
+    def _counted_interpolations(self) -> Iterator[None]:
+        """Count what OmegaConf resolves, and refuse more than `MAX_INTERPOLATIONS`. It has no limit of its own, and
+        resolves a value again for each reference to it."""
+        from omegaconf.base import Container
+
+        omegaconf: Any = Container
+        resolve = omegaconf.resolve_parse_tree
+
+        def counted(container: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.num_resolved > MAX_INTERPOLATIONS:
+                raise ValueError("too many interpolations")
+            value = resolve(container, *args, **kwargs)
+            self.num_resolved += 1 + (len(value) // 100 if isinstance(value, str) else 0)
+            return value
+
+        omegaconf.resolve_parse_tree = counted
+        try:
+            yield
+        finally:
+            omegaconf.resolve_parse_tree = resolve
+
     def _unresolved(self, error: Exception, raw: str, path: KeyPath) -> ConfigProblem:
+        if self.num_resolved > MAX_INTERPOLATIONS:
+            text = raw if len(raw) <= 60 else f"{raw[:57]}..."
+            message = f"{text}: this config resolves more than {MAX_INTERPOLATIONS} interpolations"
+            hint = "refer to values that refer to few others, or write the value"
+            return ConfigProblem(str(self.positions.value(path)), ".".join(path), message, hint, code="ROLL-C024")
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", first_line(error)).strip('"')
         message, hint = f"{raw}: {reason}", ""
         if isinstance(error, RecursionError) or re.search("Recursive interpolation|maximum recursion", str(error)):
