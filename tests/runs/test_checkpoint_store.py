@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -356,3 +357,23 @@ def test_a_store_that_cannot_be_opened_is_a_located_error(local_runs, wrong):
     with pytest.raises(ConfigError) as raised:
         load(path, [], local_runs.registry)
     assert [problem.key.split(".")[0] for problem in raised.value.problems] == ["checkpoint_store"]
+
+
+def test_a_continuation_is_newer_than_a_run_with_a_clock_ahead(local_runs, url, monkeypatch):
+    shared = {"checkpoint_store": url, "save_steps": 1, "exp_name": "ahead"}
+    ahead = SimpleNamespace(time=lambda: time.time() + 86_400)
+    with monkeypatch.context() as patch:
+        patch.setattr("roll_core.runtime.records.manifest.time", ahead)
+        local_runs.ok(local_runs.sft(**shared, max_steps=2))
+    for max_steps in (3, 4):
+        shutil.rmtree(local_runs.folder / "output" / "ahead")
+        result = local_runs.ok(local_runs.sft(**shared, max_steps=max_steps, resume_from_checkpoint="auto"))
+        assert record(result)["resumed_step"] == max_steps - 1
+
+
+def test_retention_counts_the_copies_of_earlier_attempts(local_runs, url):
+    shared = {"checkpoint_store": url, "save_steps": 1, "exp_name": "attempts", "max_ckpt_to_keep": 2}
+    for max_steps in (2, 3, 4):
+        result = local_runs.ok(local_runs.sft(**shared, max_steps=max_steps, resume_from_checkpoint="auto"))
+        shutil.rmtree(result.run_dir.experiment)
+    assert steps(f"{url}/attempts") == [3, 4]

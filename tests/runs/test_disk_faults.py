@@ -9,13 +9,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from tensorboard.summary.writer.record_writer import RecordWriter
+from transformers import AutoTokenizer
 
-from roll_core.errors import RunFileError
+from roll_core.config import load
+from roll_core.errors import DataError, RunFileError
 from roll_core.pipelines.sft import SFTPipeline
 from roll_core.runtime.records.record import RunFacts, RunRecord, read_record
 from roll_core.runtime.records.run_files import LineWriter, copy_lines
 from roll_core.runtime.records.tracking import MetricsFile
+from roll_core.runtime.run.loop import execute
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import raises_error
 
@@ -126,3 +130,35 @@ def test_a_run_whose_files_are_deleted_fails(local_runs, monkeypatch, lost):
     assert result.run_dir.path.exists() == bool(lost)
     if lost:
         assert read_record(result.run_dir.record)["outcome"] == "failed"
+
+
+def run_with(runs, callback):
+    path = runs.folder / "sft.yaml"
+    path.write_text(yaml.safe_dump(runs.sft(max_steps=2)), encoding="utf-8")
+    return execute(load(path, [], runs.registry), runs.registry, callbacks=[callback])
+
+
+@pytest.mark.parametrize("deleted", ["tokenizer", "tokenizer/tokenizer.json"])
+def test_a_tokenizer_that_vanishes_does_not_cost_the_export(local_runs, deleted):
+    class Deletes:
+        def roll_step_finished(self, run, step, metrics):
+            place = run.dir / deleted
+            shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+
+    result = run_with(local_runs, Deletes())
+    assert (result.outcome, result.exit_code) == ("finished", 0)
+    assert AutoTokenizer.from_pretrained(result.run_dir.export)("12")["input_ids"] == [3, 4]
+
+
+@pytest.mark.parametrize(("first_bad", "exit_code"), [(1, 2), (2, 1)])
+def test_exit_code_2_means_that_nothing_was_trained(local_runs, monkeypatch, first_bad, exit_code):
+    step = SFTPipeline.step
+
+    async def fails(self, run):
+        if run.step + 1 == first_bad:
+            raise DataError("a row of the next epoch")
+        await step(self, run)
+
+    monkeypatch.setattr(SFTPipeline, "step", fails)
+    result = local_runs.run(local_runs.sft(max_steps=2))
+    assert (result.error.exit_code, result.exit_code) == (2, exit_code)

@@ -200,3 +200,32 @@ def test_an_unchanged_continuation_logs_no_changes(local_runs):
     checkpoint = "output/same/001/checkpoints/step-2"
     result = local_runs.ok(local_runs.sft(save_steps=1, exp_name="same", resume_from_checkpoint=checkpoint))
     assert "→" not in result.run_dir.log.read_text(encoding="utf-8")
+
+
+def steps_of(experiment):
+    return sorted(path.parent.name for path in experiment.glob("0*/checkpoints/step-*/manifest.json"))
+
+
+def test_retention_spans_the_attempts_of_a_run(local_runs):
+    for max_steps in (2, 3, 5):
+        config = local_runs.sft(max_steps=max_steps, save_steps=1, max_ckpt_to_keep=2, resume_from_checkpoint="auto")
+        result = local_runs.ok(config)
+        assert steps_of(result.run_dir.experiment) == [f"step-{max_steps - 1}", f"step-{max_steps}"]
+
+
+def test_retention_spares_other_runs_and_later_steps(local_runs):
+    def kept(run):
+        return [checkpoint.step for checkpoint in CheckpointStore(run.run_dir.checkpoints).list()]
+
+    other, first = (local_runs.ok(local_runs.sft(max_steps=3, save_steps=1)) for _ in range(2))
+    resumed = {"resume_from_checkpoint": str(first.run_dir.checkpoints / "step-2"), "max_ckpt_to_keep": 1}
+    second = local_runs.ok(local_runs.sft(max_steps=4, save_steps=1, **resumed))
+    assert [kept(run) for run in (other, first, second)] == [[1, 2, 3], [3], [4]]
+
+
+def test_retention_spares_the_best_checkpoint_of_earlier_attempts(local_runs):
+    best = {"eval_steps": 1, "save_best": {"metric": "val/loss", "mode": "max"}, "max_ckpt_to_keep": 1}
+    for max_steps in (2, 4):
+        config = local_runs.sft(max_steps=max_steps, save_steps=1, resume_from_checkpoint="auto", **best)
+        result = local_runs.ok(config)
+        assert steps_of(result.run_dir.experiment) == ["step-1", f"step-{max_steps}"]

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from roll_core.api.files import FileCheck
 from roll_core.config import load
+from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, DataError, EnvironmentsFailedError
 from roll_core.spec.config import TokenizerConfig
@@ -188,6 +190,21 @@ def with_template(own: AgenticRuns, template: str) -> dict[str, Any]:
     )
     given["actor_train"]["data_args"] = {"template": "native"}
     return given | {"guards": {"reward_failures": "off"}}
+
+
+@pytest.mark.parametrize("source", ["made", "model"])
+def test_a_named_template_is_made_and_exported(own: AgenticRuns, source: str) -> None:
+    given = own.config(max_steps=1)
+    if source == "model":
+        control = control_tokens("chatml")
+        built = TokenizerConfig.model_validate(given["tokenizer"])
+        make_tokenizer(built, (), own.folder / "model", control_tokens=control)
+        given |= {"tokenizer": None, "pretrain": str(own.folder / "model")}
+    given["tokenizer"] = given["tokenizer"] and {"kind": "byte"}
+    given["actor_train"]["data_args"] = {"template": "chatml"}
+    exported = AutoTokenizer.from_pretrained(own.ok(given | {"prompt_length": 256}).run_dir.export)
+    assert exported.chat_template == chat_template_of("chatml", exported)
+    assert exported.convert_tokens_to_ids("<|im_end|>") > 1
 
 
 def test_an_episode_whose_messages_the_template_refuses_fails_alone(own: AgenticRuns) -> None:

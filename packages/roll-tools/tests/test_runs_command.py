@@ -106,6 +106,22 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path, capsys):
     assert {name: row["step"] for name, row in rows.items()} == {"grpo/001": 3, "other/001": 0}
 
 
+@pytest.mark.parametrize("depth", [300, 900, 3_000, 100_000])
+def test_a_deeply_nested_record_hides_no_other_run(tmp_path, capsys, depth):
+    run, _ = make_run(tmp_path)
+    other, _ = make_run(tmp_path, "other")
+    nested = "[" * depth + "]" * depth
+    text = other.record.read_text(encoding="utf-8").rstrip().removesuffix("}")
+    other.record.write_text(f'{text}, "memory": {nested}, "error": {nested}, "x": {nested}}}', encoding="utf-8")
+    (other.path / "audit.json").write_text(nested, encoding="utf-8")
+    other.config.write_text(f"seed: {nested}\n", encoding="utf-8")
+    with other.metrics.open("a", encoding="utf-8") as file:
+        file.write(f'{{"step": 4, "x": {nested}}}\n')
+    assert set(listed(capsys, tmp_path)) == {"grpo/001", "other/001"}
+    assert main(["report", str(other.path)]) == 0
+    assert main(["report", str(run.path), str(other.path)]) == 0
+
+
 def test_the_hash_of_a_config_ignores_where_the_run_is_written(tmp_path):
     one, _ = make_run(tmp_path / "a", "one")
     two, _ = make_run(tmp_path / "b", "two")

@@ -68,7 +68,7 @@ def reading(place: Path) -> Iterator[None]:
         yield
     except RollError:
         raise
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{place}: cannot be read: {error}") from error
 
 

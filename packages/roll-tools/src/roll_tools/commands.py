@@ -308,7 +308,7 @@ def _columns(text: str) -> dict[str, Any]:
     """Type of an argument: a JSON object."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected JSON: {error}") from None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"found {text!r}, expected an object")

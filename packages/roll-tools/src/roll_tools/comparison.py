@@ -137,7 +137,7 @@ def _compared_run(run: RunDir, label: str) -> ComparedRun:
     try:
         loaded = yaml.safe_load(run.config.read_text(encoding="utf-8", errors="replace"))
         config = flat(Redactor().value(loaded)) if isinstance(loaded, dict) else None
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         config = None
     return ComparedRun(
         label=label,

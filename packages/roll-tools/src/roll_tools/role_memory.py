@@ -278,7 +278,7 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
     file = folder / "config.json"
     try:
         keys = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     return model_size({**keys, **spec.config_overrides}, task=spec.task, folder=folder)
 

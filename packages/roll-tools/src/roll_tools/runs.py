@@ -106,7 +106,7 @@ class MetricsFollower:
         for line in complete.splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if not isinstance(row, dict) or not isinstance(step := row.get("step"), int) or step <= self._step:
                 continue

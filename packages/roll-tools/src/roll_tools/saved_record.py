@@ -180,7 +180,7 @@ def _read(path: Path) -> Any:
     """The JSON of a file; None if there is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

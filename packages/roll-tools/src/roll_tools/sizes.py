@@ -192,5 +192,5 @@ def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
                     )
                 header = json.loads(opened.read(length))
             yield from ((name, each["shape"]) for name, each in header.items() if name != "__metadata__")
-        except (OSError, ValueError, KeyError, struct.error) as error:
+        except (OSError, ValueError, RecursionError, KeyError, struct.error) as error:
             raise ModelError(f"{file}: its header cannot be read: {error}") from error

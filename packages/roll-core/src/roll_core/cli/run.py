@@ -45,7 +45,7 @@ def run_configs(
             if not result.advice and not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):
                 redactor = Redactor.of(os.environ, each.config.model_dump(mode="json"))
                 sys.stderr.write(redactor.text("".join(traceback.format_exception(result.error))))
-            return getattr(result.error, "exit_code", 1)
+            return result.exit_code
     return 0
 
 

@@ -52,7 +52,7 @@ def saved_end_ids(path: str, overrides: Mapping[str, Any] | None = None) -> tupl
             options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
             file = cached_file(path, name, **options)
             keys = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-        except (OSError, ValueError):  # reported when the model is loaded
+        except (OSError, ValueError, RecursionError):  # reported when the model is loaded
             return {}
         return keys if isinstance(keys, dict) else {}
 

@@ -71,7 +71,7 @@ def chat_problem(folder: Path) -> str:
         return "no tokenizer"
     try:
         stored = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         stored = None
     return "" if stored or any(folder.glob("chat_template*")) else "no chat template"
 

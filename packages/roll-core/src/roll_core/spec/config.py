@@ -969,7 +969,8 @@ class RunConfig(Config):
     save_steps: NonNegativeInt = 50
     """Steps between checkpoints; the last step is always saved. 0 writes one only after SIGTERM."""
     max_ckpt_to_keep: NonNegativeInt = 0
-    """Number of checkpoints to keep; older ones are deleted, except the best one of `save_best`. 0 keeps all."""
+    """Number of checkpoints to keep, over all attempts of a run that were resumed from each other; older ones are
+    deleted, except the best one of `save_best`. 0 keeps all."""
     save_best: BestCheckpointConfig | None = None
     """Metric of the best checkpoint, such as `val/score/mean`. A step that improves it is saved, whatever `save_steps`
     is, and `max_ckpt_to_keep` does not delete it."""

@@ -121,7 +121,7 @@ def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
         try:
             file = Path(os.path.expanduser(source), "config.json") if isinstance(source, str) else None
             keys = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # reported when the model is built
+        except (OSError, ValueError, RecursionError):  # reported when the model is built
             keys = {}
     if not isinstance(keys, dict) or not keys:
         return {}

@@ -31,7 +31,7 @@ from roll_core.runtime.records.run_files import disk_is_full
 from roll_core.runtime.records.tracking import is_lower_better
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from roll_core.spec.config import BestCheckpointConfig
 
@@ -77,6 +77,10 @@ class CheckpointStore:
         """Step of the best checkpoint, which is retained too."""
         self.pinned: set[int] = set()
         """Steps that are retained until their upload has ended."""
+        self.after = 0.0
+        """Unix time of the newest checkpoint of the run that this one continues: later ones are newer on any clock."""
+        self.earlier: Sequence[tuple[CheckpointStore, int]] = ()
+        """Checkpoints of the attempts that this run continues, each up to a step. `keep` counts them too."""
 
     @staticmethod
     def is_checkpoint(path: Path) -> bool:
@@ -140,7 +144,7 @@ class CheckpointStore:
             working.mkdir(parents=True)
             write_flushed(working / STATE, json.dumps(state, allow_nan=False, indent=1))
             yield working
-            write_manifest(working, step, stop)
+            write_manifest(working, step, stop, after=self.after)
             _flush_directories(working)
             self._publish(working, step)
         except BaseException as error:
@@ -166,15 +170,17 @@ class CheckpointStore:
     def retire(self) -> None:
         """Remove the oldest checkpoints beyond `keep`, except the best one and those in `pinned`.
 
-        A failed removal is a warning, and is repeated after the next checkpoint.
+        Those of `earlier` attempts are older. A failed removal is a warning, and is repeated after the next checkpoint.
         """
         if not self.keep:
             return
-        for checkpoint in self.list()[: -self.keep]:
+        stored = [(store, each) for store, last in self.earlier for each in store.list() if each.step <= last]
+        stored += [(self, each) for each in self.list()]
+        for store, checkpoint in sorted(stored, key=lambda entry: entry[1].step)[: -self.keep]:
             if checkpoint.step == self.best or checkpoint.step in self.pinned:
                 continue
             try:
-                shutil.rmtree(self._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
+                shutil.rmtree(store._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
             except OSError as error:
                 logger.warning("%s could not be removed: %s", checkpoint.path, error)
 

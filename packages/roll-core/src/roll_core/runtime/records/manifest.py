@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import time
@@ -29,12 +30,14 @@ _LATEST = 253_402_300_799 - 86_400
 """Latest valid creation time in Unix seconds: one day before the maximum of Python's `datetime`."""
 
 
-def write_manifest(folder: Path, step: int, stop: threading.Event | None = None) -> None:
+def write_manifest(folder: Path, step: int, stop: threading.Event | None = None, *, after: float = 0.0) -> None:
     """Flush and digest all files in `folder` and write the manifest beside them.
 
-    If another thread sets `stop`, raises `CheckpointError` within one chunk (1 MiB) per file.
+    `after`: Unix time of an older checkpoint. The manifest's time is later also if the clock was set back. If another
+    thread sets `stop`, raises `CheckpointError` within one chunk (1 MiB) per file.
     """
-    manifest = {"format": FORMAT, "step": step, "created": time.time(), "files": _digest_all(folder, stop)}
+    created = max(time.time(), min(math.nextafter(after, math.inf), _LATEST))
+    manifest = {"format": FORMAT, "step": step, "created": created, "files": _digest_all(folder, stop)}
     write_flushed(folder / MANIFEST, json.dumps(manifest | {"sha256": _self_digest(manifest)}, indent=1))
 
 
@@ -44,7 +47,7 @@ class Manifest:
 
     step: int
     created: float
-    """Time of creation in Unix seconds."""
+    """Time of creation in Unix seconds; later than that of any checkpoint which the run continues."""
     files: Mapping[str, Mapping[str, Any]]
     """`bytes` and `sha256` by path, relative to the checkpoint."""
 

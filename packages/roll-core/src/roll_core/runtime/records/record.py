@@ -19,6 +19,7 @@ import psutil
 
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError, RunFileError, RunPreemptedError
+from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.provenance import git_state, host_facts, requirements, versions
 from roll_core.runtime.records.run_dir import experiment_runs
 from roll_core.runtime.records.run_files import safe, writing
@@ -181,7 +182,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Read the record at `path`; empty if it is missing or cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.debug("no record in %s: %s", path, error)
         return {}
     return found if isinstance(found, dict) else {}
@@ -199,6 +200,16 @@ def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
         if at_step and (run.path == writer or record.get("resumed_from") == str(checkpoint)):
             return run.path
     return None
+
+
+def earlier_checkpoints(experiment: Path, attempts: Mapping[str, int]) -> list[tuple[CheckpointStore, int]]:
+    """Checkpoints of the runs of an experiment whose ids are in `attempts`, each with its last step there."""
+    stores = []
+    for run in experiment_runs(experiment) if attempts else ():
+        id = read_record(run.record).get("id")
+        if isinstance(id, str) and isinstance(step := attempts.get(id), int):
+            stores.append((CheckpointStore(run.checkpoints), step))
+    return stores
 
 
 def write_atomically(path: Path, text: str) -> None:

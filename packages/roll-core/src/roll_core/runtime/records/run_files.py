@@ -163,7 +163,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 log.debug("%s:%d: skipping a line that is not JSON", path, number)
                 continue
             if isinstance(row, dict):

@@ -237,7 +237,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except RecordingError:
         raise
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordingError(f"{path} cannot be read: {error!r}") from error
 
 

@@ -27,7 +27,7 @@ from roll_core.runtime.records.checkpoints import CheckpointStore
 from roll_core.runtime.records.manifest import MANIFEST, STEP, parse_manifest, read_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
     from typing import Self
@@ -50,11 +50,25 @@ class CheckpointUploader:
     upload has ended.
     """
 
-    def __init__(self, folder: RemoteFolder, local: CheckpointStore, run: Path, *, required: bool) -> None:
-        """`folder` is that of this run alone. `local` retains the checkpoints that wait for their upload."""
+    def __init__(
+        self,
+        folder: RemoteFolder,
+        local: CheckpointStore,
+        run: Path,
+        *,
+        required: bool,
+        earlier: Sequence[tuple[RemoteFolder, int]] = (),
+    ) -> None:
+        """`folder` is that of this run alone. `local` retains the checkpoints that wait for their upload.
+
+        `earlier`: folders of the attempts that the run continues, each with its last step there. Retention counts their
+        copies too.
+        """
         self._folder, self._local, self._run, self._required = folder, local, run, required
         self._pending: list[Checkpoint] = []
-        self._uploaded: list[int] = []
+        self._earlier = list(earlier)
+        self._copies: list[tuple[RemoteFolder, int]] = []
+        """Complete copies of this run and of those that it continues, as folders and steps, oldest first."""
         self._best: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop = threading.Event()
@@ -147,7 +161,7 @@ class CheckpointUploader:
                     raise
                 logger.info("step %d: the upload is tried again in %g s: %s", checkpoint.step, pause_s, error)
                 await asyncio.sleep(pause_s)
-        self._uploaded.append(checkpoint.step)
+        self._copies.append((self._folder, checkpoint.step))
         await in_daemon_thread(self._retire, name="roll-upload")
 
     def _copy(self, checkpoint: Checkpoint) -> None:
@@ -159,15 +173,22 @@ class CheckpointUploader:
 
         A failed removal is a warning, and is repeated after the next upload.
         """
-        for step in self._uploaded[: -self._local.keep] if self._local.keep else ():
+        if not self._local.keep:
+            return
+        while self._earlier:
+            folder, last = self._earlier.pop()
+            steps = [manifest.step for manifest in folder.manifests(folders=1).values()]
+            self._copies += [(folder, step) for step in steps if step <= last]
+        self._copies.sort(key=lambda copy: copy[1])
+        for folder, step in self._copies[: -self._local.keep]:
             if step == self._best:
                 continue
             try:
-                self._folder.remove(f"step-{step}")
+                folder.remove(f"step-{step}")
             except Exception as error:  # of the file system's package
-                logger.warning("%s/step-%d could not be removed: %s", self._folder.url, step, one_line(error))
+                logger.warning("%s/step-%d could not be removed: %s", folder.url, step, one_line(error))
             else:
-                self._uploaded.remove(step)
+                self._copies.remove((folder, step))
 
     def _failed(self, what: str, error: Exception) -> None:
         message = f"{what} not copied to {self._folder.url}: {one_line(error)}"

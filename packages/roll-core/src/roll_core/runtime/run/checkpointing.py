@@ -172,8 +172,10 @@ class RunSaver:
         """`completed` is called with each complete checkpoint and the best one so far. `best`: that of the resumed
         run."""
         self._run, self._pipeline, self._store, self._completed = run, pipeline, store, completed
-        self._identity = None if identity is None else identity.as_json()
+        self._identity = identity
         self._finishing: asyncio.Task[None] | None = None
+        if best is not None:
+            store.best = best.step
         self.best = best
         """The best checkpoint by `save_best`; None if there is none. It may be in progress."""
 
@@ -219,7 +221,7 @@ class RunSaver:
                 for name, role in trained.items()
             },
             evaluation_due=evaluation_due,
-            identity=self._identity,
+            identity=None if self._identity is None else self._identity.at_step(run.step),
             best=asdict(self.best) if self.best is not None else None,
         )
         async with AsyncExitStack() as writing:

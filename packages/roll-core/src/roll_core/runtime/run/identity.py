@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ WITHOUT_EFFECT = frozenset(
 """Keys of a model's config that do not change what its weights compute."""
 OF_THE_ATTEMPT = frozenset({"output_dir", "exp_name", "resume_from_checkpoint"})
 """Keys of a run's config that differ between a run and the run that continues it."""
+_ID = re.compile(r"\d+-[0-9a-f]{8}")
 MOST_CHANGES = 20
 """Number of changed keys that are logged."""
 
@@ -56,6 +58,10 @@ class RunIdentity:
     """Digests of the vocabulary and of the other parts of the run's tokenizer; empty without one."""
     data: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the files of rows in bytes."""
+    id: str = ""
+    """Id of the run, unique on all hosts: its number and 8 hex digits."""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """Last step of each run that this one continues, by id; in a checkpoint also its own."""
     date: str = ""
     """Date and time that chat templates see, in ISO format: the start of the first run, and equal in its
     continuations."""
@@ -67,6 +73,8 @@ class RunIdentity:
         tokenizer: PreTrainedTokenizerBase | None,
         files: Iterable[str],
         date: datetime,
+        id: str,
+        attempts: Mapping[str, int],
     ) -> Self:
         """Collect the facts. `files` have the rows of the run."""
         return cls(
@@ -74,6 +82,8 @@ class RunIdentity:
             tokenizer={} if tokenizer is None else _digests(tokenizer),
             data={name: size for name in files if (size := _size(Path(name))) is not None},
             date=date.isoformat(),
+            id=id,
+            attempts=attempts,
         )
 
     @classmethod
@@ -85,12 +95,16 @@ class RunIdentity:
             return None
         if not saved or not isinstance(found.models, dict):
             return None
-        parts = (found.tokenizer, found.data, *found.models.values())
-        return found if all(isinstance(part, dict) for part in parts) else None
+        parts = (found.tokenizer, found.data, found.attempts, *found.models.values())
+        if not all(isinstance(part, dict) for part in parts):
+            return None
+        # Retention removes checkpoints below these ids.
+        attempts = found.attempts.items()
+        return found if all(_ID.fullmatch(id) and type(step) is int for id, step in attempts) else None
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for `read`."""
-        return asdict(self)
+    def at_step(self, step: int) -> dict[str, Any]:
+        """Plain values for `read`, in the checkpoint of `step`."""
+        return asdict(self) | {"attempts": {**self.attempts, self.id: step}}
 
 
 def check_identity(checkpoint: Checkpoint, saved: RunIdentity, here: RunIdentity) -> None:

@@ -53,7 +53,7 @@ from roll_core.runtime.records.guards import Guards
 from roll_core.runtime.records.ledger import Ledger
 from roll_core.runtime.records.logs import run_logging
 from roll_core.runtime.records.manifest import read_manifest
-from roll_core.runtime.records.record import RunFacts, RunRecord, finished_run
+from roll_core.runtime.records.record import RunFacts, RunRecord, earlier_checkpoints, finished_run
 from roll_core.runtime.records.run_dir import AUTO, RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.records.run_files import ImagesFile, SamplesFile, explained, writing
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
@@ -102,6 +102,14 @@ class RunResult:
     error: BaseException | None = None
     advice: str = ""
     """Cause of `error` and remedy. Empty if the error names its own remedy or no known cause matches."""
+    trained: bool = False
+    """True if this attempt completed a step."""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `roll-core run`; 2, a mistake before anything was trained, only if no step was completed."""
+        code = 0 if self.error is None else int(getattr(self.error, "exit_code", 1))
+        return 1 if code == 2 and self.trained else code
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -194,6 +202,7 @@ def execute(
         metrics=driver.last_metrics,
         error=error,
         advice=advice,
+        trained=driver.trained,
     )
 
 
@@ -218,9 +227,13 @@ class _Driver:
     trackers: Trackers = field(default_factory=Trackers)
     """Closed after the report is written, so that they can upload it."""
     steps_done: int = 0
+    trained: bool = False
+    """True if this attempt completed a step."""
     last_metrics: dict[str, float] = field(default_factory=dict)
     evaluation_due: bool = False
     """True if SIGTERM or SIGHUP interrupted the evaluation of the last step, in this run or in the resumed run."""
+    continued: RunIdentity | None = None
+    """Identity of the run from whose checkpoint this one resumes."""
     date: datetime = field(default_factory=lambda: datetime.now().replace(microsecond=0))
     """Local date and time that chat templates see, also in later continuations of the run."""
     exporting: bool = False
@@ -232,6 +245,8 @@ class _Driver:
         self.best_metric = BestMetric(self.config.save_best, str(source))
         self.stop = StopSignals(self.config.preemption_timeout)
         self.store = CheckpointStore(self.run_dir.checkpoints, self.config.max_ckpt_to_keep)
+        self.id = f"{self.run_dir.path.name}-{secrets.token_hex(4)}"
+        """Unique on all hosts."""
         self.file_checks = [self.logs.check]
         """Each raises `RunFileError` if a file of the run was deleted or replaced. Called at every step and at the
         end."""
@@ -346,12 +361,24 @@ class _Driver:
             sweep_checkpoints(self.run_dir.experiment, checkpoint)
         if checkpoint is not None:
             check_fits(checkpoint, config, self.registry)
+            self.continued = RunIdentity.read(SavedRun.of(checkpoint).identity)
+            self.store.after = max(_created(checkpoint.path), *map(_created, checkpoint.path.parent.glob("step-*")))
+            self.store.earlier = earlier_checkpoints(self.run_dir.experiment, self._attempts)
+        self.record.update(id=self.id)
         if store is not None:
-            name = f"{self.run_dir.path.name}-{secrets.token_hex(4)}"
-            folder = RemoteFolder(f"{store.url.rstrip('/')}/{config.exp_name}/{name}", store.storage_options)
-            self.uploader = CheckpointUploader(folder, self.store, self.run_dir.path, required=store.required)
+            url, options = f"{store.url.rstrip('/')}/{config.exp_name}", store.storage_options
+            folder = RemoteFolder(f"{url}/{self.id}", options)
+            earlier = [(RemoteFolder(f"{url}/{id}", options), step) for id, step in self._attempts.items()]
+            self.uploader = CheckpointUploader(
+                folder, self.store, self.run_dir.path, required=store.required, earlier=earlier
+            )
             self.record.update(checkpoint_store=folder.url)
         return checkpoint
+
+    @property
+    def _attempts(self) -> Mapping[str, int]:
+        """Last step of each run that this one continues, by id."""
+        return {} if self.continued is None else self.continued.attempts
 
     async def _fetch(self, url: str, older: Checkpoint | None = None) -> Checkpoint | None:
         """Copy the newest checkpoint below `url` into the run directory; None if none is newer than `older`."""
@@ -370,9 +397,9 @@ class _Driver:
         """
         config, run_dir = self.config, self.run_dir
         history, resumed_step = _history(checkpoint)
-        if checkpoint is not None and (saved := RunIdentity.read(SavedRun.of(checkpoint).identity)) is not None:
+        if self.continued is not None:
             with contextlib.suppress(TypeError, ValueError):  # an edited or older checkpoint
-                self.date = datetime.fromisoformat(saved.date)
+                self.date = datetime.fromisoformat(self.continued.date)
         self.record.update(date=self.date.isoformat())
         with self.ledger.stage("data"):
             data = DatasetCache()
@@ -410,12 +437,12 @@ class _Driver:
         else changed. Raises `CheckpointMismatchError`."""
         trained = [role for role in self.pipeline.roles() if role.kind == "train"]
         models = {role.name: model_spec(role, self.config, self.run_dir.tokenizer) for role in trained}
-        here = RunIdentity.of(models, run.tokenizer if self.provider.tokenizer else None, run.data_files, self.date)
+        tokenizer = run.tokenizer if self.provider.tokenizer else None
+        here = RunIdentity.of(models, tokenizer, run.data_files, self.date, self.id, self._attempts)
         if checkpoint is not None:
-            saved = RunIdentity.read(SavedRun.of(checkpoint).identity)
-            if saved is not None:
-                check_identity(checkpoint, saved, here)
-            log_changes(changes(checkpoint, saved, here, self.run_dir.config), checkpoint)
+            if self.continued is not None:
+                check_identity(checkpoint, self.continued, here)
+            log_changes(changes(checkpoint, self.continued, here, self.run_dir.config), checkpoint)
         return here
 
     def _check_work_is_left(self, checkpoint: Checkpoint | None, num_steps: int) -> None:
@@ -467,7 +494,7 @@ class _Driver:
                 self._record(run.step, num_steps, metrics)
                 best = self.best_metric.improved(run.step, metrics, saver.best, str(resumed))
                 if best is not None:  # the resumed checkpoint itself
-                    saver.best = best
+                    saver.best, self.store.best = best, best.step
                     self._record_best(best)
                 self.best_metric.check()
         while run.step < num_steps:
@@ -513,6 +540,7 @@ class _Driver:
             if name in metrics:
                 self.ledger.count_tokens(stage, int(metrics[name]))
         run.step += 1
+        self.trained = True
         self.steps_done = self.guards.step = run.step
         self.record.step(run.step)
         last = run.step == num_steps
@@ -575,6 +603,9 @@ class _Driver:
         name = self.pipeline.export_role()
         if self.config.export_model and name:
             with self.ledger.stage("export"):
+                if self.provider.tokenizer:  # its files may have been deleted while the run trained
+                    with writing(self.run_dir.tokenizer):
+                        run.tokenizer.save_pretrained(self.run_dir.tokenizer)
                 self.exporting = True
                 with writing(self.run_dir.export):
                     await run.train_role(name).export(self.run_dir.export)
@@ -600,6 +631,14 @@ class _Driver:
 def _history(checkpoint: Checkpoint | None) -> tuple[Path | None, int]:
     """Run directory and step of the checkpoint from which the run resumes; None and 0 for a new run."""
     return (checkpoint.run, checkpoint.step) if checkpoint is not None else (None, 0)
+
+
+def _created(checkpoint: Path) -> float:
+    """Time of a checkpoint in Unix seconds; 0 if it is damaged."""
+    try:
+        return read_manifest(checkpoint).created
+    except CheckpointError:
+        return 0.0
 
 
 async def _watched(executor: Executor, work: Coroutine[Any, Any, None]) -> None:

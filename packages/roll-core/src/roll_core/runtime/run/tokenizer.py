@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) -> PreTrainedTokenizerBase:
     """Train or load the tokenizer and write it into `directory`. Every worker and each export loads it from there.
 
-    If the training data name a chat template, it becomes the tokenizer's chat template, so that an export renders chats
-    as in training. `plain` prompts without roles are not chats and leave the model's template unchanged.
+    If the training data, or the policy in environments, name a chat template, it becomes the tokenizer's chat template,
+    so that an export renders chats as in training. `plain` prompts without roles are not chats and leave the model's
+    template unchanged.
 
     Raises `ConfigError` if the config names neither a tokenizer nor a model. Raises `ModelError` if the model's
     directory does not exist or contains no tokenizer.
@@ -35,9 +36,13 @@ def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) ->
     sources = [worker.data_args for worker in config.roles().values()]
     if (validation := getattr(config, "validation", None)) is not None:
         sources.append(validation.data_args)
+    policy = config.roles()[config.policy_role] if config.policy_role else next(iter(config.roles().values()))
+    in_turns = bool(getattr(config, "multi_turn", False))  # conversations with environments, which are no rows
     sources = [source for source in sources if source.file_name]
+    trained = policy.data_args if in_turns or policy.data_args.file_name else next(iter(sources), None)
     if config.tokenizer is not None:
-        control = [token for source in sources for token in control_tokens(source.template)]
+        templates = [source.template for source in (trained, *sources) if source is not None]
+        control = [token for template in templates for token in control_tokens(template)]
         texts = (text for source in sources for text in tokenizer_texts(data.rows(source), source))
         tokenizer = make_tokenizer(config.tokenizer, texts, directory, control_tokens=control)
     else:
@@ -45,8 +50,7 @@ def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) ->
         models = [worker.model_args for worker in config.roles().values()]
         trusted = [each.trust_remote_code for each in models if (each.model_name_or_path or config.pretrain) == path]
         tokenizer = load_tokenizer(path, trust_remote_code=any(trusted))
-    trained = sources[0] if sources else None
-    if trained and trained.template != "native" and (trained.template != "plain" or are_chats(trained)):
+    if trained and trained.template != "native" and (trained.template != "plain" or in_turns or are_chats(trained)):
         template = chat_template_of(trained.template, tokenizer)
         if tokenizer.chat_template not in (None, template):
             log.info("data_args.template %s replaces the chat template of the model's tokenizer", trained.template)
