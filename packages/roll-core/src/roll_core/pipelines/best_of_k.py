@@ -38,13 +38,13 @@ def best_of_k_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         scores = [sorted(reward.value or 0.0 for reward in group) for group in rewards]
         metrics[f"pass@{k}"] = statistics.fmean(best_of_k([float(score >= 1) for score in each], k) for each in scores)
         metrics[f"best@{k}"] = statistics.fmean(best_of_k(each, k) for each in scores)
-        answered = [[(answer_of(reward), reward.value or 0.0) for reward in group] for group in rewards]
+        answered = [[(_answer_of(reward), reward.value or 0.0) for reward in group] for group in rewards]
         if any(answer for group in answered for answer, _ in group):
             metrics[f"maj@{k}"] = statistics.fmean(majority_of_k(group, k) for group in answered)
     return metrics
 
 
-def answer_of(reward: Reward) -> str:
+def _answer_of(reward: Reward) -> str:
     """The answer that the reward extracted, empty if there is none: the text `answer` of its detail, or of a part of a
     composite."""
     texts = (text for name, text in reward.detail.items() if name.rpartition("/")[2] == "answer")
@@ -63,12 +63,12 @@ def majority_of_k(answers: Sequence[tuple[str, float]], k: int) -> float:
     for answer, score in answers:
         by_answer[answer].append(score)
     counts = sorted(map(len, by_answer.values()))
-    wins = dict(zip(counts, majority_shares(tuple(counts), k), strict=True))
+    wins = dict(zip(counts, _majority_shares(tuple(counts), k), strict=True))
     return math.fsum(wins[len(scores)] * statistics.fmean(scores) for scores in by_answer.values())
 
 
 @lru_cache(maxsize=4096)
-def majority_shares(counts: tuple[int, ...], k: int) -> tuple[float, ...]:
+def _majority_shares(counts: tuple[int, ...], k: int) -> tuple[float, ...]:
     """Probability that each answer, which `counts` responses have, wins the vote of k responses."""
     total = math.comb(sum(counts), k)
     shares = []
