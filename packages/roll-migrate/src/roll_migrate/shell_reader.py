@@ -524,6 +524,9 @@ class ShellReader:
                 self._assign(name, self._unknown(f"${name}"))
         return None
 
+    def _do_getopts(self, arguments: list[str], line: int) -> bool | None:
+        return None if self.arguments else False
+
     def _do_eval(self, arguments: list[str], line: int) -> bool | None:
         text = " ".join(arguments)
         if (reason := self._reason(text)) is not None:
@@ -644,7 +647,7 @@ class ShellReader:
             return True
         text = self._text(assignment.value, tilde=True)
         if assignment.index:
-            at = self._calculate(assignment.index)
+            at = self._calculate(_subscript(assignment.index))
             items = old if isinstance(old, tuple) else ()
             if at.isdigit() and int(at) <= len(items):
                 self.variables[assignment.name] = (*items[: int(at)], _Item(text, ""), *items[int(at) + 1 :])
@@ -802,6 +805,8 @@ class ShellReader:
 
     def _parameter(self, part: Parameter) -> _Value:
         value = self._variable(part.name)
+        if part.prefix == "!" and part.index in ("@", "*"):
+            return tuple(_Item(str(number), "") for number in range(len(value if isinstance(value, tuple) else ())))
         if part.prefix == "!" and isinstance(value, str) and self._reason(value) is None:
             value = self._variable(value)
         elif part.prefix == "#" and value is not None:
@@ -809,7 +814,7 @@ class ShellReader:
             length = len(value) if part.index in ("@", "*") else len(_text_of(value))
             return str(length) if known else self._unknown(part.source)
         if isinstance(value, tuple) and part.index not in ("@", "*") and part.name not in ("@", "*"):
-            at = self._calculate(part.index or "0")
+            at = self._calculate(_subscript(part.index) or "0")
             inside = at.isdigit() and int(at) < len(value)
             value = value[int(at)].text if inside else None if part.index in ("", "0") else self._unknown(part.source)
         empty = value is None or value in ("", ())
@@ -941,6 +946,11 @@ def _text_of(value: _Value) -> str:
 
 def _texts(value: _Value | None) -> object:
     return tuple(each.text for each in value) if isinstance(value, tuple) else value
+
+
+def _subscript(index: str) -> str:
+    """Subscript of an array as an arithmetic expression, in which names need no dollar sign."""
+    return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", index)
 
 
 def _split(text: str, *, quoted: bool) -> list[str]:
