@@ -318,10 +318,10 @@ class ShellReader:
         Variables that they leave with different values are unknown afterwards, or have the given value. A branch that
         ends the script counts only if all do. Returns None, since the status is unknown.
         """
-        name = self.blame.name if self.blame is not None else ""
-        on = f" on {self.blame.message}" if self.blame is not None else ""
-        where = self.blame.where if self.blame is not None and self.blame.where else f"{self.path}:{line}"
-        reason = Unknown(f"it depends on a branch that is unknown here{on}", where, name)
+        blame = self.blame or Unknown("its condition is unknown")
+        name, where = blame.name, blame.where or f"{self.path}:{line}"
+        message = blame.message if blame.where else f"it depends on a branch that cannot be followed: {blame.message}"
+        reason = Unknown(message, where, name)
         before, arguments, outside, output = self.variables, self.arguments, self.branch, self.output
         self.branch = outside or reason
         ends: list[tuple[dict[str, _Value], list[str]]] = []
