@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,8 @@ def asked(asking, response, columns):
         (BOXED, r"so \boxed{5}", {"ground_truth": "4", "prompt": "2+2?"}, 0.0),
         (FORMAT, "<think>a</think><answer>4</answer>", {"prompt": CHAT}, 1.0),
         (FORMAT, "4", {"messages": CHAT}, 0.0),
+        (FORMAT, "<think>a</think><answer>4</answer>", {"messages": json.dumps(CHAT)}, 1.0),
+        (BOXED, r"\boxed{4}", {"ground_truth": "4", "notes": "[not JSON", "levels": "[1]"}, 1.0),
         (TASKS, "4", {"task": "math"}, 1.0),
         (ASYNC, "1234", {}, 4.0),
     ],

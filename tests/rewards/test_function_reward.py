@@ -123,6 +123,22 @@ def test_whatever_else_a_function_does_is_a_failure_with_its_cause(reward_of, as
 
 
 @BOTH
+def test_a_failure_beside_a_value_is_a_failure(reward_of, asking, isolation):
+    made = reward_of("def f(p, r): return {'value': 1.0, 'failure': 'offline', 'part': 2}", isolation=isolation)
+    found = made.score(asking("x"))
+    assert (found.value, found.failure, found.detail) == (None, "offline", {"part": 2.0})
+
+
+@BOTH
+def test_an_exception_without_a_text_is_a_failure(reward_of, asking, isolation):
+    body = "class E(Exception):\n    def __str__(self): raise TypeError\n    __repr__ = __str__\n"
+    made = reward_of(f"{body}def f(p, r):\n    if r == 'x': raise E\n    return 1.0", isolation=isolation)
+    with raises_error(RewardFailure, "E", "TypeError"):
+        made.score(asking("x"))
+    assert made.score(asking("y")).value == 1.0
+
+
+@BOTH
 def test_a_missing_column_is_a_failure_that_names_it(reward_of, asking, isolation):
     reward = reward_of("def f(prompt, response, answer): return 1", isolation=isolation)
     with raises_error(RewardFailure, "TypeError", "'answer'"):

@@ -105,6 +105,7 @@ def test_an_endpoint_receives_the_sample_and_returns_a_value(server, reward, req
         {"failure": "offline"},
         {"failure": {"why": "offline"}, "value": 0},
         {"failure": True, "value": 0},
+        {"failure": "offline", "value": 1.0},
         [1],
         7,
     ],
@@ -115,23 +116,34 @@ def test_every_other_reply_is_a_failure(server, reward, requesting, reply):
         reward(HttpReward, HttpConfig, "http", url=url).score(requesting("x"))
 
 
-def test_a_reply_that_arrives_byte_by_byte_is_a_failure():
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n{",
+        b"HTTP/1.1 302 Found\r\n",
+    ],
+)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_reply_that_arrives_byte_by_byte_is_a_failure(start, scheme):
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer():
             connection, _ = listening.accept()
             with connection:
                 connection.recv(1 << 16)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n")
                 with contextlib.suppress(OSError):  # the client has closed
+                    connection.sendall(start)
                     for _ in range(40):
                         time.sleep(0.1)
-                        connection.sendall(b" ")
+                        connection.sendall(b"x")
 
         threading.Thread(target=answer, daemon=True).start()
         begun = time.monotonic()
         with pytest.raises(RewardFailure):
-            post(f"http://127.0.0.1:{listening.getsockname()[1]}", {}, "", 0.5)
+            post(f"{scheme}://127.0.0.1:{listening.getsockname()[1]}", {}, "", 0.5)
         assert time.monotonic() - begun < 2.5
 
 

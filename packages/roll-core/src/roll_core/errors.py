@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+def error_text(error: object) -> str:
+    """Text of an exception of third-party code, whose `__str__` may raise."""
+    try:
+        return str(error)
+    except BaseException as problem:
+        return f"its text cannot be made: {type(problem).__name__}"
+
+
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The most similar of the `known` names, for hints; empty if none has a similarity of `cutoff`, of at most 1."""
     import difflib  # only needed after a mistake

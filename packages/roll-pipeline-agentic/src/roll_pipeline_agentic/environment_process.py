@@ -139,7 +139,10 @@ async def _awaited(result: Any) -> Any:
 
 def described(error: BaseException) -> str:
     """Class and message of an exception, on one line."""
-    reason = " ".join(str(error).split())
+    try:
+        reason = " ".join(str(error).split())
+    except BaseException as problem:  # of the environment's class of exceptions
+        reason = f"its text cannot be made: {type(problem).__name__}"
     if isinstance(error, CallFailed):
         return reason
     return f"{type(error).__name__}{': ' if reason else ''}{reason}"

@@ -27,8 +27,15 @@ if TYPE_CHECKING:
     from roll_core.spec.rollout import RewardRequest
     from roll_rewards.config import AnswerConfig
 
-PHRASE = re.compile(r"\banswer[ \t*_]*(?:is\b|[:=])[\s*_:=]*([^\n]+)", re.IGNORECASE)
+PHRASE = re.compile(r"\banswer[ \t*_]*(?:is\b|[:=])[\s*_:=]*(?=[^\n])", re.IGNORECASE)
 CHOICE = re.compile(r"^(?:option |choice )?[(\[]?([A-Z])(?:[)\].:]+\s*(.*))?$", re.IGNORECASE | re.DOTALL)
+# A letter and why; not "A, B" or "A cat".
+REASONED_CHOICE = re.compile(
+    r"^(?:option |choice )?[(\[]?([A-Z])[)\]]*"
+    r"(?:[,;:](?!\s*(?:(?:or|and)\s+)?[(\[]?[A-Z]\b(?:\W*$|[,.)\]/]|\s+(?:or|and)\b))|\s*[-–—(]\s*"
+    r"|\s+(?:because|since|as|for|due|given|which|that is|is|so)\b)(.*)$",
+    re.IGNORECASE | re.DOTALL,
+)
 STYLED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 BARE_BOX = re.compile(r"\\boxed\s*([-+]?(?:\d[\d.,/]*\d|\d)|\s[A-Za-z]\b)")
@@ -78,8 +85,9 @@ def find_answer(response: str, pattern: str = "", *, opened: bool = False) -> tu
         return STYLED.sub(r"\1", inside).strip(), True
     if (inside := tagged(text)) is not None:
         return inside.strip(), True
-    if phrases := PHRASE.findall(text):
-        return phrases[-1].strip().rstrip("."), True
+    if phrases := list(PHRASE.finditer(text)):
+        answer = text[phrases[-1].end() :].partition("\n")[0]
+        return STYLED.sub(r"\1", answer).strip().rstrip("."), True
     return text.strip(), False
 
 
@@ -101,9 +109,15 @@ def f1(found: str, expected: str) -> float:
 
 
 def split_choice(text: str) -> tuple[str, str]:
-    """Letter and text of a choice such as `B`, `(b)`, `**B**` or `B) Paris`; two empty texts if it is none."""
-    match = CHOICE.match(text.strip(" \t\n*_$`\"'"))
-    return (match[1].upper(), (match[2] or "").strip()) if match else ("", "")
+    """Letter and text of a choice such as `B`, `(b)`, `**B**` or `B) Paris`; two empty texts if it is none.
+
+    What follows a letter otherwise, as in `B, because …` or `B (Paris)`, is no text of the choice.
+    """
+    plain = text.replace("*", "").strip(" \t\n_$`\"'").rstrip(".")
+    if match := CHOICE.match(plain):
+        return match[1].upper(), (match[2] or "").strip()
+    match = REASONED_CHOICE.match(plain)
+    return (match[1].upper(), "") if match else ("", "")
 
 
 def same(found: str, expected: str) -> bool:

@@ -1,14 +1,13 @@
 """Requests to other services, and the reward of an endpoint that returns the value.
 
-Only JSON crosses the network. A service that sends a byte now and then cannot hold a sample: `post` has a deadline for
-the body of a reply. Retries are those of every reward (`max_retries`).
+Only JSON crosses the network. A service that sends a byte now and then cannot hold a sample: `post` has a deadline.
+Retries are those of every reward (`max_retries`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
 import urllib.error
 import urllib.request
 from http.client import HTTPException, IncompleteRead
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import RewardFailure
+from roll_core.http_requests import open_within
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 
@@ -34,18 +34,10 @@ class ReplyTooLargeError(RewardFailure):
     """A reply has more bytes than allowed."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, which would send the key to another host."""
-
-    @override
-    def redirect_request(self, *arguments: Any, **options: Any) -> None:
-        return None
-
-
 def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float, *, max_reply: int = MAX_REPLY) -> Any:
     """Send JSON and return the JSON of the reply. Raises `RewardFailure` with the status or the cause.
 
-    `timeout_s` bounds each wait for the service, and the whole reply once its headers have arrived.
+    `timeout_s` bounds all of it.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -54,17 +46,15 @@ def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float, *, ma
         raise RewardFailure(f"a column cannot be sent: {error}") from error
     request = urllib.request.Request(url, data=data, headers=headers, method="POST")
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s) as reply:
-            body, deadline = bytearray(), time.monotonic() + timeout_s
+        with open_within(request, timeout_s) as reply:
+            body = bytearray()
             while len(body) <= max_reply and (part := reply.read1(1 << 16)):
                 body += part
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the reply took longer than {timeout_s:g} s")
             if reply.length and len(body) <= max_reply:  # of what the headers announced
                 raise IncompleteRead(bytes(body), reply.length)
     except urllib.error.HTTPError as error:
         with error:
-            raise RewardFailure(f"{url}: status {error.code}: {error.read(300)!r}") from error
+            raise RewardFailure(f"{url}: status {error.code}: {_start_of(error)!r}") from error
     except (OSError, HTTPException, ValueError) as error:
         raise RewardFailure(f"{url}: {type(error).__name__}: {error}") from error
     if len(body) > max_reply:
@@ -73,6 +63,13 @@ def post(url: str, message: Mapping[str, Any], key: str, timeout_s: float, *, ma
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RewardFailure(f"{url}: the reply is not JSON: {bytes(body[:100])!r}") from error
+
+
+def _start_of(error: urllib.error.HTTPError) -> bytes:
+    try:
+        return bytes(error.read1(300))
+    except (OSError, HTTPException):  # the deadline has ended the connection
+        return b""
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import numbers
 import threading
@@ -118,11 +119,10 @@ def reward_values(answer: Any, name: str) -> RewardValues:
     detail = {str(key): each for key, each in answer.items() if key not in ("value", "failure")}
     for key, each in detail.items():
         detail[key] = each if isinstance(each, str) else _number(each, name, of=f"detail {key!r}")
-    if answer.get("value") is None:
-        failure = str(answer.get("failure") or "")
-        if not failure:
-            raise RewardFailure(f"{name} returned neither a value nor a failure")
+    if failure := str(answer.get("failure") or ""):  # also beside a value, which it makes doubtful
         return {"value": None, "failure": failure, "detail": detail}
+    if answer.get("value") is None:
+        raise RewardFailure(f"{name} returned neither a value nor a failure")
     return {"value": _number(answer["value"], name), "failure": "", "detail": detail}
 
 
@@ -195,7 +195,7 @@ def _trl(name: str, function: Any, columns: Collection[str] | None) -> Callable[
     def score(
         prompt: str, response: str, metadata: Mapping[str, Any], messages: Sequence[Any], completion_ids: Sequence[int]
     ) -> RewardValues:
-        chat = any(_is_chat(value) for value in metadata.values())
+        chat = any(_is_chat(_of_json(value)) for value in metadata.values())
         text = messages[-1]["content"] if messages else prompt
         given: dict[str, Any] = {key: [value] for key, value in metadata.items() if key not in reserved}
         given["prompts"] = [list(messages) if chat else text]
@@ -347,6 +347,16 @@ def _is_chat(value: Any) -> bool:
         and bool(value)
         and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
     )
+
+
+def _of_json(value: Any) -> Any:
+    """The list of a JSON text, as rows with chats may have it; other values as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _detail(value: Any) -> float | str:

@@ -22,6 +22,7 @@ from roll_core.errors import (
     ModelError,
     RewardFailure,
     UnsupportedError,
+    error_text,
 )
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
@@ -245,7 +246,8 @@ def _where(name: str, config: ImageRewardConfig) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = error_text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _checked(found: Any, where: str) -> Reward:
@@ -256,7 +258,7 @@ def _checked(found: Any, where: str) -> Reward:
     for what, each in numbers.items():
         if each is not None and not isinstance(each, str) and not math.isfinite(each):
             return Reward(value=None, failure=f"{where}: {what} is {each}")
-    if found.value is None:
+    if found.failure or found.value is None:
         return Reward(value=None, failure=f"{where}: {found.failure or 'no value and no failure'}", detail=found.detail)
     return found
 

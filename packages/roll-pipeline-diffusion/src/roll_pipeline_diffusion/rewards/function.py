@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
-from roll_core.errors import ConfigError, ConfigProblem, ContractError, DataError, RewardFailure
+from roll_core.errors import ConfigError, ConfigProblem, ContractError, DataError, RewardFailure, error_text
 from roll_core.types import Reward
 from roll_pipeline_diffusion.rewards.base import DifferentiableReward, ImageReward
 from roll_pipeline_diffusion.rewards.config import READER
@@ -192,7 +192,7 @@ class _Deadline:
         if isinstance(error, Exception):
             raise error
         if error is not None:  # such as SystemExit, which must not end the run
-            raise RewardFailure(f"{type(error).__name__}: {error}") from error
+            raise RewardFailure(f"{type(error).__name__}: {error_text(error)}") from error
         return found
 
 
@@ -205,7 +205,7 @@ def _reward(found: Any) -> Reward:
         detail = {
             key: each if isinstance(each, str) else _number(each, f"detail {key!r}") for key, each in detail.items()
         }
-        if found.get("value") is None:
+        if found.get("failure") or found.get("value") is None:
             return Reward(
                 value=None, failure=str(found.get("failure") or "the function returned no value"), detail=detail
             )

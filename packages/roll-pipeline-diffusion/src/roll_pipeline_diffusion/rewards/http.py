@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import RewardFailure
+from roll_core.http_requests import open_within
 from roll_core.types import Reward
 from roll_pipeline_diffusion.rewards.base import ImageReward
 
@@ -28,14 +29,6 @@ MAX_REPLY = 4 << 20
 """Bytes of a reply."""
 FIRST_DELAY_S = 0.2
 """Seconds before the first retry. Each further one waits twice as long."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, which would send images and the key to another host."""
-
-    @override
-    def redirect_request(self, *arguments: Any, **options: Any) -> None:
-        return None
 
 
 class HttpReward(ImageReward):
@@ -80,21 +73,18 @@ class HttpReward(ImageReward):
         raise AssertionError
 
     def _post(self, data: bytes) -> Any:
-        url, deadline = self.config.url, time.monotonic() + self.config.timeout_s
+        url = self.config.url
         headers = {"Content-Type": "application/json"}
         if self.config.api_key:
             headers["Authorization"] = f"Bearer {self.config.api_key}"
         request = urllib.request.Request(url, data=data, headers=headers, method="POST")
         body = b""
         try:
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=self.config.timeout_s) as reply:
-                # A server that sends a byte now and then never exceeds the timeout of its socket.
+            with open_within(request, self.config.timeout_s) as reply:
                 while chunk := reply.read1(1 << 16):
                     body += chunk
                     if len(body) > MAX_REPLY:
                         raise RewardFailure(f"{url}: a reply of more than {MAX_REPLY} bytes")
-                    if time.monotonic() > deadline:
-                        raise _TemporaryFailure(f"{url}: no whole reply within timeout_s {self.config.timeout_s:g} s")
                 if reply.length:
                     raise _TemporaryFailure(f"{url}: the reply ended {reply.length} bytes early")
         except urllib.error.HTTPError as error:
@@ -123,10 +113,10 @@ def _reward(found: Any) -> Reward:
         value, detail = found.get("value"), found.get("detail")
         detail = detail if isinstance(detail, dict) else {}
         plain = {str(name): each for name, each in detail.items() if isinstance(each, int | float | str)}
+        if found.get("failure"):  # also beside a value, which it makes doubtful
+            return Reward(value=None, failure=str(found["failure"])[:500], detail=plain)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return Reward(value=float(value), detail=plain)
-        if found.get("failure"):
-            return Reward(value=None, failure=str(found["failure"])[:500], detail=plain)
     return Reward(value=None, failure=f"the endpoint returned {found!r:.200}, expected a number or value or failure")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from roll_core.errors import PluginLoadError, RewardFailure
+from roll_core.errors import PluginLoadError, RewardFailure, error_text
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_class, load_target, schema_of
 from roll_core.runtime.cluster.executors import wire
@@ -85,10 +85,11 @@ def scored(function: RewardFunction, request: RewardRequest, weight: float, *, r
     except RewardFailure as failure:
         return Reward(value=None, failure=str(failure) or NO_REASON)
     except (Exception, SystemExit) as error:  # a reward is third-party code: its exception concerns only this sample
-        log.warning("%s: sample %s: %s: %s", role, request.sample.id, type(error).__name__, error)
-        return Reward(value=None, failure=f"{owner}: {type(error).__name__}: {error}")
-    if reward.value is None:
-        return reward
+        reason = f"{type(error).__name__}: {error_text(error)}"
+        log.warning("%s: sample %s: %s", role, request.sample.id, reason)
+        return Reward(value=None, failure=f"{owner}: {reason}")
+    if reward.failure or reward.value is None:  # also beside a value, which the failure makes doubtful
+        return Reward(value=None, failure=reward.failure, detail=reward.detail)
     if not math.isfinite(reward.value):
         return Reward(value=None, failure=f"the reward is {reward.value}, expected a finite number")
     for name, each in reward.detail.items():

@@ -107,24 +107,32 @@ def receive(connection: socket.socket) -> dict[str, Any] | None:
     return message
 
 
+def error_text(error: object) -> str:
+    """Text of an exception of third-party code, whose `__str__` may raise."""
+    try:
+        return str(error)
+    except BaseException as problem:
+        return f"its text cannot be made: {type(problem).__name__}"
+
+
 def describe(error: BaseException) -> str:
     """One-line description: `ValueError: no such unit (rewards.py:12 in score)`, and the error's notes.
 
     A `RewardFailure` gives only its message.
     """
-    text = " ".join(str(error).split())[:500]
+    text = " ".join(error_text(error).split())[:500]
     if type(error).__name__ == "RewardFailure":
         return text or "the function gave no reason"
     frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    notes = "".join(f"; {' '.join(str(note).split())[:500]}" for note in getattr(error, "__notes__", ()))
+    notes = "".join(f"; {' '.join(error_text(note).split())[:500]}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}{notes}"
 
 
 def failure_of(error: BaseException, limit_mb: int | None) -> dict[str, str]:
     """Reply for an exception of the target: the reason, and the traceback unless it is a `RewardFailure`."""
     reason = describe(error)
-    if limit_mb and (isinstance(error, MemoryError) or "allocate memory" in str(error)):
+    if limit_mb and (isinstance(error, MemoryError) or "allocate memory" in error_text(error)):
         reason += f"; its process may take memory_limit_mb = {limit_mb} MB"
     if type(error).__name__ == "RewardFailure":
         return {"error": reason}
