@@ -17,6 +17,8 @@ from roll_testing.runs import TINY
 
 
 def run(folder: Path, environment: dict[str, Any], **given: Any) -> RunResult:
+    """Run a config. Dotted keys in `given` are overrides."""
+    changes = [f"{key}={given.pop(key)}" for key in list(given) if "." in key]
     config = {
         "pipeline": "agentic",
         "exp_name": "environments",
@@ -54,7 +56,7 @@ def run(folder: Path, environment: dict[str, Any], **given: Any) -> RunResult:
     path = folder / "environments.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     registry = load_registry()
-    return execute(load(path, [], registry), registry, console=Console(stream=io.StringIO(), terminal=False))
+    return execute(load(path, changes, registry), registry, console=Console(stream=io.StringIO(), terminal=False))
 
 
 def metrics(result: RunResult) -> dict[str, float]:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from helpers_environment_runs import metrics, run
 
+import roll_pipeline_agentic
 from roll_core.config import load
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.run.loop import execute
+from roll_testing.errors import raises_error
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "tools"
 QUESTION = "What is (12) + 34?\nUse the tool python. Then reply with the number."
@@ -149,3 +151,42 @@ def test_the_oracle_of_the_example_writes_what_the_template_renders(make_data: A
 def test_the_configs_of_the_example_are_accepted(name: str, run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLE.parents[1])
     assert load(EXAMPLE / f"{name}.yaml", [], load_registry()).config.exp_name == run_name
+
+
+TEMPLATE = Path(roll_pipeline_agentic.__file__).parent / "starters" / "agentic" / "chat_template.jinja"
+
+
+def test_a_created_tokenizer_describes_tools_by_a_template(tmp_path: Path) -> None:
+    result = run(
+        tmp_path,
+        {"environment": "math_with_python"},
+        tokenizer={"kind": "byte", "chat_template": str(TEMPLATE)},
+        prompt_length=700,
+        response_length=200,
+        **{"actor_train.data_args.template": "native"},
+    )
+    assert metrics(result)["env/env/turns/mean"] >= 1
+    sample = json.loads(result.run_dir.samples.read_text(encoding="utf-8").splitlines()[0])
+    assert '"name": "python"' in sample["prompt"]
+    assert sample["prompt"].endswith("<|im_start|>assistant\n")
+
+
+def test_check_refuses_tools_that_the_template_cannot_describe(tmp_path: Path) -> None:
+    environment = {"environment": "math_with_python"}
+    with raises_error("ROLL-C018", key="actor_train.data_args.template"):
+        run(tmp_path, environment)
+    with raises_error("ROLL-C018", key="tokenizer"):
+        run(tmp_path, environment, **{"actor_train.data_args.template": "native"})
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = {"kind": "byte", "chat_template": str(tmp_path / "own.jinja")}
+    with raises_error("ROLL-C018", key="tokenizer"):
+        run(tmp_path, environment, tokenizer=tokenizer, **{"actor_train.data_args.template": "native"})
+    (tmp_path / "own.jinja").write_text("{{ tools }}<|tool_call_start|>")
+    with raises_error("ROLL-C018", "tool_format", key="tokenizer"):
+        run(tmp_path, environment, tokenizer=tokenizer, **{"actor_train.data_args.template": "native"})
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with raises_error("ROLL-C018", key="pretrain"):
+        run(tmp_path, environment, tokenizer=None, pretrain=str(model), **{"actor_train.data_args.template": "native"})

@@ -31,6 +31,7 @@ ENVIRONMENTS: tuple[tuple[str, str, str, Isolation, str], ...] = (
     ("mcp", "mcp_adapter:McpServer", "McpConfig", "process", "The tools of an MCP server"),
     ("openenv", "openenv_adapter:OpenEnv", "OpenEnvConfig", "process", "Environments of an OpenEnv server"),
 )
+WITH_TOOLS = ("math_with_python", "local_search", "tools", "mcp")
 
 
 @hookimpl
@@ -43,6 +44,7 @@ def roll_environments() -> Iterator[EnvironmentProvider]:
             config=f"roll_environments.config:{config}",
             summary=summary,
             isolation=isolation,
+            tools=name in WITH_TOOLS,
         )
 
 

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import shutil
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
 
+from roll_core.data.tokenizers import stored_chat_template
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.spec.config import (
     AdvantageOptions,
@@ -25,7 +27,7 @@ from roll_core.spec.config import (
     PositiveInt,
 )
 from roll_core.spec.providers import Isolation  # noqa: TC001 - pydantic reads the annotation
-from roll_pipeline_agentic.tool_calls import ReplyPart, ToolFormat  # noqa: TC001 - pydantic reads the annotation
+from roll_pipeline_agentic.tool_calls import ReplyPart, ToolFormat, tool_format_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -306,6 +308,30 @@ class AgenticConfig(RLVRConfig):
                 raise ValueError(f"{key}.num_groups_partition needs one number for each of custom_envs")
         super().check_batches()
 
+    @classmethod
+    @override
+    def tool_problems(cls, values: Mapping[Any, Any]) -> Mapping[str, str]:
+        policy, tokenizer = _keys_of(values, "actor_train"), values.get("tokenizer")
+        data, model = _keys_of(policy, "data_args"), _keys_of(policy, "model_args")
+        if data.get("template", "native") != "native":
+            return {"actor_train.data_args.template": f"{data['template']!r} cannot describe them to the model"}
+        if isinstance(tokenizer, dict):
+            key, source = "tokenizer", tokenizer.get("chat_template")
+        elif model.get("model_name_or_path") is not None:
+            key, source = "actor_train.model_args.model_name_or_path", model["model_name_or_path"]
+        else:
+            key, source = "pretrain", values.get("pretrain")
+        if key != "tokenizer" and source is None:
+            return {}
+        if isinstance(source, str) and not os.path.exists(os.path.expanduser(source)):
+            return {}  # of the Hub, or written by an earlier run, or reported as missing
+        template = stored_chat_template(Path(source).expanduser()) if isinstance(source, str) else ""
+        if "tools" not in template:
+            return {key: "its chat template describes none" if template else "it has no chat template"}
+        if values.get("tool_format", "auto") == "auto" and tool_format_of(template) == "none":
+            return {key: "its chat template describes calls in a format that no parser reads, and tool_format is auto"}
+        return {}
+
     @property
     def num_groups(self) -> int:
         """Groups per step."""
@@ -339,6 +365,12 @@ class AgenticConfig(RLVRConfig):
     def max_reply_tokens(self, tag: str) -> int:
         """Maximum number of tokens of a reply in a tag's episodes."""
         return self.custom_envs[tag].max_tokens_per_step or self.max_tokens_per_step or self.max_new_tokens
+
+
+def _keys_of(values: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    """The block `name` as written; empty if it is none."""
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 class StepReinforceOptions(AdvantageOptions):

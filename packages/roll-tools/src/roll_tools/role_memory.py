@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_transports import load_transport
 from roll_core.data.templates import control_tokens
+from roll_core.data.tokenizers import tokens_of_template
 from roll_core.errors import ModelError, PluginError, RollError
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.workers.build import model_spec, offloads, provider_of
@@ -300,7 +301,10 @@ def _vocab_size(config: RunConfig) -> int:
     if tokenizer.kind == "char" and tokenizer.alphabet is None:
         raise ModelError("tokenizer.alphabet is missing, and a plan does not read the data: set tokenizer.alphabet")
     templates = {worker.data_args.template for worker in config.roles().values()}
-    special = SPECIAL_TOKENS + len({token for each in templates for token in control_tokens(each)})
+    marks = {token for each in templates for token in control_tokens(each)}
+    if tokenizer.chat_template is not None:
+        marks |= set(tokens_of_template(Path(tokenizer.chat_template).expanduser().read_text(encoding="utf-8")))
+    special = SPECIAL_TOKENS + len(marks)
     return special + (BYTES if tokenizer.kind == "byte" else len(set(tokenizer.alphabet or "")))
 
 

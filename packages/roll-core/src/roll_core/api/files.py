@@ -52,6 +52,11 @@ class FileCheck:
     def __call__(self, schema: type[RunConfig], data: Mapping[Any, Any]) -> list[Finding]:
         """Return the mistakes in the values given for `schema`; values that are invalid themselves are skipped."""
         found = list(self._models(schema, data))
+        made = data.get("tokenizer")
+        template = made.get("chat_template") if isinstance(made, dict) else None
+        if isinstance(template, str) and not os.path.isfile(os.path.expanduser(template)):
+            message = f"there is no file {template}"
+            found.append(Finding(("tokenizer", "chat_template"), message, _run_from(template), code="ROLL-C040"))
         rows: dict[KeyPath, list[Rows]] = {}
         for path, arguments in _data_arguments(schema, data):
             found += self._rows(path, arguments, schema, data, rows)
@@ -147,7 +152,10 @@ class FileCheck:
         if any(arguments.template != "native" for _, arguments in _data_arguments(schema, values)):
             return  # the run's tokenizer gets this template
         source = self._tokenizer_source(schema, values)
-        if values.get("tokenizer") is not None:
+        made = values.get("tokenizer")
+        if isinstance(made, dict) and made.get("chat_template") is not None:
+            return
+        if made is not None:
             lacks = "the run makes a tokenizer without a chat template"
         elif source is not None and os.path.isdir(source) and chat_problem(Path(source)) == "no chat template":
             lacks = f"the tokenizer of {source} has no chat template"

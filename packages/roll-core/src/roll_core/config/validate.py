@@ -60,6 +60,11 @@ NAMED_PARTS: dict[str, type[Provider]] = {
 OPTIONS: dict[type[Provider], str] = {AdvantageProvider: "adv_options", PolicyLossProvider: "pg_options"}
 """Top-level keys with the options of a part that another top-level key names."""
 
+TOOLS_HINT = (
+    "use a model whose own chat template describes tools (data_args.template: native), or a file of one"
+    " (tokenizer.chat_template)"
+)
+
 ExtraCheck = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
 """Finds further mistakes in the values for a pipeline's schema; rewards are already validated, keys may be invalid."""
 
@@ -89,7 +94,7 @@ def validate(
         else:
             StrategyCheck(parts, schema.policy_role, path, worker, role).run()
     for path, _, environment in sections(schema, data, CustomEnvConfig):
-        _check_custom_environment(parts, path, environment)
+        _check_custom_environment(parts, schema, path, environment)
     _check_named_parts(parts, schema)
     check_executor(parts, {path: role for path, _, role in raw_roles})
     config, found = validate_all(schema, data, owner, composed.broken)
@@ -172,7 +177,7 @@ def _check_reward(parts: Parts, policy_role: str, path: KeyPath, role: dict[Any,
     rewards[next(key for key in rewards if str(key) == path[1])] = replaced
 
 
-def _check_custom_environment(parts: Parts, path: KeyPath, given: dict[Any, Any]) -> None:
+def _check_custom_environment(parts: Parts, schema: type[RunConfig], path: KeyPath, given: dict[Any, Any]) -> None:
     """Check that an environment and an agent exist, and validate their options."""
     key = "environment" if "environment" in given else "env_type"
     named: tuple[tuple[str, type[Provider], str], ...] = (
@@ -185,6 +190,10 @@ def _check_custom_environment(parts: Parts, path: KeyPath, given: dict[Any, Any]
             provider = parts.find(kind, name, (*path, key), {"environment": elsewhere or None})
             if provider is not None and not (elsewhere and is_user_function(provider)):  # it is not importable here
                 parts.options(provider, (*path, options), given.get(options), (*path, key))
+            if isinstance(provider, EnvironmentProvider) and provider.tools and not given.get("agent"):
+                for at, reason in schema.tool_problems(parts.data).items():
+                    message = f"{'.'.join(path)} has tools: {reason}"
+                    parts.report(tuple(at.split(".")), message, TOOLS_HINT, code="ROLL-C018")
 
 
 def _check_named_parts(parts: Parts, schema: type[RunConfig]) -> None:

@@ -9,6 +9,7 @@ are an error, never a silent unknown token.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,11 +70,26 @@ def chat_problem(folder: Path) -> str:
     """What a model's directory lacks to render chats, from its files alone; empty if nothing."""
     if not has_tokenizer(str(folder)):
         return "no tokenizer"
+    return "" if stored_chat_template(folder) else "no chat template"
+
+
+def stored_chat_template(folder: Path) -> str:
+    """Jinja text of the chat templates in a model's directory, or in a file; empty if there is none."""
+    if folder.is_file():
+        return folder.read_text(encoding="utf-8", errors="replace")
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("chat_template*"))]
     try:
         stored = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
     except (OSError, ValueError, RecursionError, AttributeError):
         stored = None
-    return "" if stored or any(folder.glob("chat_template*")) else "no chat template"
+    if stored:
+        texts.append(stored if isinstance(stored, str) else json.dumps(stored, ensure_ascii=False))
+    return "\n".join(texts)
+
+
+def tokens_of_template(template: str) -> list[str]:
+    """Texts of a Jinja chat template that become one token each: `<|…|>`."""
+    return list(dict.fromkeys(re.findall(r"<\|[^|<>{}\s]+\|>", template)))
 
 
 def make_tokenizer(
@@ -86,6 +102,8 @@ def make_tokenizer(
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    template = Path(config.chat_template).expanduser().read_text(encoding="utf-8") if config.chat_template else None
+    control_tokens = [*control_tokens, *tokens_of_template(template or "")]
     special = [PAD, EOS, *(token for token in dict.fromkeys(control_tokens) if token not in (PAD, EOS))]
     if config.kind == "char":
         built = _characters(
@@ -98,6 +116,7 @@ def make_tokenizer(
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=built, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
     )
+    wrapped.chat_template = template
     directory.mkdir(parents=True, exist_ok=True)
     wrapped.save_pretrained(directory)
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)

@@ -726,6 +726,11 @@ class TokenizerConfig(Config):
     """Characters of a `char` tokenizer. Default: those of the training data."""
     vocab_size: Annotated[int, Field(ge=260)] = 1024
     """Size of a `bpe` tokenizer in tokens, special tokens included."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, for conversations with tools (`data_args.template: native`).
+
+    Each `<|…|>` in it becomes one token. Default: none.
+    """
 
 
 class ValidationConfig(Config):
@@ -1166,6 +1171,15 @@ class RunConfig(Config):
         are the config's values as written, which may be invalid. `roll-core check` and `run` call this before anything
         is built.
         """
+
+    @classmethod
+    def tool_problems(cls, values: Mapping[Any, Any]) -> Mapping[str, str]:
+        """Dotted keys because of which the policy cannot use the tools of an environment, each with the reason.
+
+        `values` are the config's values as written, which may be invalid. `roll-core check` and `run` call this if an
+        environment has tools (`EnvironmentProvider.tools`) and no agent.
+        """
+        return {}
 
     def roles(self) -> dict[str, WorkerConfig]:
         """All roles of this config by dotted name (`actor_train`, `rewards.math`), in the order of the schema."""

@@ -204,6 +204,8 @@ class EnvironmentProvider(Provider):
     thread cannot be stopped. `process`: one process per running episode, which is killed at a deadline."""
     concurrency: int = 0
     """Maximum number of episodes at the same time; 0: no limit."""
+    tools: bool = False
+    """True if every episode has tools. `roll-core check` then refuses a chat template that cannot describe them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
