@@ -1,5 +1,6 @@
 """Architectures that the installed packages do not support are mistakes of `check`, which imports none of them."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from roll_modeling.architectures import (
     check_buildable,
     check_cached,
     has_experts,
+    key_problems,
     position_table,
 )
 
@@ -215,3 +217,50 @@ def test_lengths_beyond_rotary_positions_are_a_warning(here, more, warns):
     Path("run.yaml").write_text(SFT.replace("MODEL", json.dumps({"model_type": "qwen3"} | more)))
     warnings = load("run.yaml", (), load_registry()).warnings
     assert [each.key for each in warnings] == ["prompt_length"] * warns
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", [-1]),
+        ("num_hidden_layers", -1),
+        ("num_key_value_heads", "os:system"),
+        ("hidden_size", 2**64),
+        ("hiden_size", 8),
+        ("tie_word_embeddings", "maybe"),
+        ("initializer_range", {"a": 1}),
+    ],
+    ids=str,
+)
+def test_values_of_random_models_are_checked_where_they_are_written(here, key, value):
+    model = {"model_type": "qwen3", key: value}
+    ((where, message),) = found(RANDOM.replace("{model_type: TYPE}", json.dumps(model)).replace("STRATEGY", "hf_train"))
+    assert where[0] == 3
+    assert where[2] == f"actor_train.model_args.random_init.{key}"
+    assert key != "hiden_size" or "hidden_size" in message
+
+
+@pytest.mark.parametrize("value", [{"a": "b"}, [1], 5, None])
+def test_a_model_type_is_a_name(here, value):
+    text = RANDOM.replace("{model_type: TYPE}", json.dumps({"model_type": value})).replace("STRATEGY", "hf_train")
+    assert [where[2] for where, _ in found(text)] == ["actor_train.model_args.random_init"]
+
+
+def test_overrides_that_a_model_lacks_are_refused(here):
+    Path("model/config.json").write_text(json.dumps({"model_type": "qwen3", "own_key": 1}))
+    at = "actor_train.model_args.model_config_kwargs"
+    text = STORED.replace("STRATEGY", "hf_train")
+    problems = found(text, f"+{at}.embd_pdrop=0.0", f"+{at}.rope_theta=5.0", f"+{at}.own_key=2", f"+{at}.head_dim=x")
+    assert [where[-1] for where, _ in problems] == [f"{at}.embd_pdrop", f"{at}.head_dim"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "deepseek_v3", "qwen3_next", "gemma3", "mamba2", "opt"])
+def test_each_field_of_a_config_is_known_with_its_default(model_type):
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type]
+    fields = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
+    assert key_problems(model_type, dict.fromkeys(fields, "?")).keys() <= fields
+    assert all("unknown" not in reason for reason in key_problems(model_type, dict.fromkeys(fields, "?")).values())
+    defaults = json.loads(json.dumps(config().to_dict(), default=str))
+    assert not key_problems(model_type, {key: defaults[key] for key in fields & defaults.keys()})

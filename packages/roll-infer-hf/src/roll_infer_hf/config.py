@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, StrategyConfig
-from roll_modeling.architectures import CAUSAL_LM, IMAGE_TEXT, check_buildable, check_cached, check_positions
+from roll_modeling.architectures import (
+    CAUSAL_LM,
+    IMAGE_TEXT,
+    check_buildable,
+    check_cached,
+    check_positions,
+    key_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +57,10 @@ class HFInferConfig(StrategyConfig):
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
         check_buildable(keys, CAUSAL_LM, IMAGE_TEXT)
         check_cached(keys)
+
+    @override
+    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
+        return key_problems(model_type, given)
 
     @override
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:

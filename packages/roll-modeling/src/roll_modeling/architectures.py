@@ -24,6 +24,12 @@ CLASSIFIER = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 """Mapping used for critics and reward models."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config keys of transformers that give the number of experts."""
+LEGACY_KEYS = frozenset(
+    {"rope_theta", "rope_scaling", "num_labels", "partial_rotary_factor", "per_layer_config", "head_dim"}
+)
+"""Config keys that transformers reads although not every config class declares them as fields."""
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+"""Config keys whose values are at least 1."""
 POSITIONS = ("max_position_embeddings", "n_positions")
 """Config keys of transformers that give the number of positions."""
 TABLE = re.compile(
@@ -73,6 +79,24 @@ def check_cached(keys: Mapping[str, Any]) -> None:
         signature = re.search(r"\n    def forward\((.*?)\n    \)", body, flags=re.DOTALL)
         if signature and not re.search(rf"\b({'|'.join(CACHE_PARAMETERS)})\b", signature[1]):
             raise ValueError(f"transformers' {name} does not support a key-value cache")
+
+
+def key_problems(model_type: str, given: Mapping[str, Any]) -> dict[str, str]:
+    """Mistakes in config keys of a `model_type`, by key; none for a type whose fields are not known here."""
+    fields = _fields(model_type)
+    problems: dict[str, str] = {}
+    for key, value in given.items() if fields else ():
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, 1)
+            problems[key] = f"unknown key of a {model_type}" + (f"; did you mean {close[0]}?" if close else "")
+        elif fields[key] and not any(isinstance(value, kind) for kind in fields[key]):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in fields[key])
+            problems[key] = f"found {value!r}, expected {names}"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            problems[key] = f"found {value}, expected a number of at most 64 bits"
+        elif key in SIZES and isinstance(value, int) and value < 1:
+            problems[key] = f"found {value}, expected at least 1"
+    return problems
 
 
 def check_positions(keys: Mapping[str, Any], prompt: int, response: int) -> None:
@@ -153,6 +177,18 @@ def pairs(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield str(key.value), str(name.value)
 
 
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "str": (str,),
+    "dict": (dict,),
+    "list": (list, tuple),
+    "tuple": (list, tuple),
+    "None": (type(None),),
+}
+"""Types of the values that a config file can have for a name in an annotation."""
+
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +254,46 @@ def _config_default(model_type: object, *names: str) -> Any:
             if isinstance(node, ast.ClassDef) and node.name == config:
                 return next((value for name, value in _defaults(node) if name in names and value), None)
     return None
+
+
+@lru_cache
+def _fields(model_type: str) -> Mapping[str, tuple[type, ...]]:
+    """Keys of a `model_type`'s config, each with the types of its values; () if any. Empty if they are not known."""
+    transformers, folder, config = package_folder("transformers"), _folder(model_type), _configs().get(model_type)
+    found: dict[str, tuple[type, ...]] = dict.fromkeys(LEGACY_KEYS, ())
+    if transformers is None or folder is None:
+        return {}
+    for name in ("configuration_utils.py", "modeling_rope_utils.py"):
+        for node in _module(transformers / name).body:
+            if isinstance(node, ast.ClassDef):
+                found |= dict.fromkeys(_declared(node), ())
+    for file in folder.glob("configuration_*.py"):
+        for node in _module(file).body:
+            if isinstance(node, ast.ClassDef) and node.name == config:
+                own = {ast.unparse(each) for each in node.bases} <= {"PreTrainedConfig", "PretrainedConfig"}
+                return found | _declared(node) if own else {}
+    return {}
+
+
+def _declared(config: ast.ClassDef) -> dict[str, tuple[type, ...]]:
+    """Fields, parameters and other names of fields that a config class declares, each with its types; () if any."""
+    found: dict[str, tuple[type, ...]] = {}
+    for node in config.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names = [part.partition("[")[0].strip() for part in _outer(ast.unparse(node.annotation))]
+            kinds = [kind for name in names for kind in TYPES.get(name, (object,))]
+            found[node.target.id] = () if object in kinds else tuple(dict.fromkeys(kinds))
+        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            every = (*node.args.args, *node.args.kwonlyargs)
+            found |= {each.arg: () for each in every if each.arg not in ("self", "kwargs") and each.arg not in found}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "attribute_map":
+            found |= {key: () for key, _ in pairs(node.value)}
+    return found
+
+
+def _outer(annotation: str) -> list[str]:
+    """Members of a union, without splitting the arguments of its generic types."""
+    return re.sub(r"\[[^\[\]]*(\[[^\[\]]*\][^\[\]]*)*\]", "", annotation).split("|")
 
 
 def _defaults(config: ast.ClassDef) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,8 @@ from torch import nn
 
 from roll_core.data.end_tokens import end_ids, stored_end_ids
 from roll_core.data.tokenizers import stored_tokenizer
-from roll_core.errors import ModelError, UnsupportedError
+from roll_core.errors import ModelError, UnsupportedError, one_line
+from roll_modeling.architectures import LEGACY_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -285,12 +286,6 @@ def _override(config: PreTrainedConfig, overrides: Mapping[str, Any], place: str
                 raise ModelError(f"model_config_kwargs for {place}: {key}: {_line(error, -1)}") from error
 
 
-LEGACY_KEYS = frozenset(
-    {"rope_theta", "rope_scaling", "num_labels", "partial_rotary_factor", "per_layer_config", "head_dim"}
-)
-"""Keys that transformers reads although not every config class declares them as fields."""
-
-
 def _refuse_unknown(
     keys: Mapping[str, Any], config_class: type[PreTrainedConfig], where: str, present: Iterable[str] = ()
 ) -> None:
@@ -375,7 +370,7 @@ def _random_model(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel:
     try:
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
     except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError, ImportError) as error:
-        raise ModelError(f"cannot make a {config.model_type} for task {spec.task}: {_line(error, -1)}") from error
+        raise ModelError(f"cannot make a {config.model_type} for task {spec.task}: {one_line(error)}") from error
     if spec.task != "causal_lm":
         _new_head(model, replace_head, spec)
     _round(model, DTYPES[spec.dtype])

@@ -12,7 +12,14 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, StrategyConfig
-from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, IMAGE_TEXT, check_buildable, check_positions
+from roll_modeling.architectures import (
+    CAUSAL_LM,
+    CLASSIFIER,
+    IMAGE_TEXT,
+    check_buildable,
+    check_positions,
+    key_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,6 +157,10 @@ class DeepSpeedConfig(StrategyConfig):
     @override
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
         check_buildable(keys, CAUSAL_LM, IMAGE_TEXT, CLASSIFIER)
+
+    @override
+    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
+        return key_problems(model_type, given)
 
     @override
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:

@@ -11,7 +11,15 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import Config, PositiveInt, StrategyConfig
-from roll_modeling.architectures import CAUSAL_LM, CLASSIFIER, IMAGE_TEXT, check_buildable, check_positions, has_experts
+from roll_modeling.architectures import (
+    CAUSAL_LM,
+    CLASSIFIER,
+    IMAGE_TEXT,
+    check_buildable,
+    check_positions,
+    has_experts,
+    key_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -140,6 +148,10 @@ class FSDP2Config(StrategyConfig):
     @override
     def check_architecture(self, keys: Mapping[str, Any]) -> None:
         check_buildable(keys, CAUSAL_LM, IMAGE_TEXT, CLASSIFIER)
+
+    @override
+    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
+        return key_problems(model_type, given)
 
     @override
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:

@@ -352,17 +352,35 @@ class StrategyCheck:
         it. The role at `source` names the model."""
         if not self.parts.runs_here(self.role):
             return
+        model = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
         try:
             self.strategy.check_architecture(keys)
+            self._check_keys((*source, "model_args"), model if isinstance(model, dict) else {}, keys)
         except ValueError as error:
             at: KeyPath = ("pretrain",)
-            model = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
             if isinstance(model, dict):
                 if isinstance(model.get("random_init"), dict) and "model_type" in model["random_init"]:
                     at = (*source, "model_args", "random_init", "model_type")
                 elif "model_name_or_path" in model:
                     at = (*source, "model_args", "model_name_or_path")
             self.report(at, f"{self.provider.name} of {'.'.join(self.path)}: {error}", code="ROLL-C018")
+
+    def _check_keys(self, path: KeyPath, model: dict[Any, Any], keys: Mapping[str, Any]) -> None:
+        """Report the mistakes in keys of the model's config that `model_args`, at `path`, set."""
+        model_type = keys.get("model_type")
+        if not isinstance(model_type, str) or "auto_map" in keys:
+            return
+        stored = model_keys(model | {"model_config_kwargs": None}, self.data.get("pretrain"))
+        for section in ("random_init", "model_config_kwargs"):
+            raw = model.get(section)
+            given = {key: raw[key] for key in raw if isinstance(key, str)} if isinstance(raw, dict) else {}
+            if section == "model_config_kwargs":
+                given = {key: value for key, value in given.items() if key not in stored}
+            given.pop("model_type", None)
+            for key, reason in self.strategy.key_problems(model_type, given).items():
+                at = (*path, section, key)
+                if all(finding.path != at for finding in self.parts.found):
+                    self.report(at, reason, code="ROLL-C018")
 
     def _check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
         """Check that the model has a position for every token of the longest sequence. Report it for one role."""

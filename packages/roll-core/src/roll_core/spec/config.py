@@ -148,6 +148,11 @@ class StrategyConfig(Config):
         of importing them; `roll_modeling.architectures` helps.
         """
 
+    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
+        """Mistakes in `given`, keys of a transformers config that the run's config sets, each with its reason. Called
+        where `check_architecture` is."""
+        return {}
+
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
         """Raise `ValueError`, with the arithmetic, if prompt and response together exceed the positions that the model
         can compute. Called where `check_architecture` is; `keys` as for `check_model`."""
@@ -241,6 +246,14 @@ class ModelArguments(Config):
         return self
 
     _follow_latest = field_validator("model_name_or_path")(_follow_latest)
+
+    @field_validator("random_init")
+    @classmethod
+    def _model_type_is_a_name(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        model_type = (value or {}).get("model_type", "")
+        if not isinstance(model_type, str):
+            raise ValueError(f"found model_type {model_type!r}, expected a name, for example qwen3")
+        return value
 
     def path(self, pretrain: str | None) -> str:
         """Directory or hub id of the model: its own, or the run's `pretrain`; empty for random weights."""

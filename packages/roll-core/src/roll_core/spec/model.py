@@ -123,7 +123,7 @@ def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
             keys = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):  # reported when the model is built
             keys = {}
-    if not isinstance(keys, dict) or not keys:
+    if not isinstance(keys, dict) or not isinstance(keys.get("model_type", ""), str):
         return {}
     return {**keys, **overrides} if isinstance(overrides, dict) else keys
 
