@@ -104,7 +104,7 @@ def test_a_resumed_run_compares_with_the_best_of_the_run_before(local_runs, scor
     second = local_runs.ok(
         config(local_runs, max_steps=4, save_steps=1, max_ckpt_to_keep=1, resume_from_checkpoint=True)
     )
-    assert kept(first) == ["step-1", "step-2"]
+    assert kept(first) == (["step-1"] if step == 1 else [])
     assert kept(second) == ["step-4"]
     place = first if step == 1 else second
     assert best(second)["path"] == str(place.run_dir.checkpoints / f"step-{step}")
