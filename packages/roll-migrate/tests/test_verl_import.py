@@ -490,7 +490,8 @@ KEYS = "data.train_files=a.parquet actor_rollout_ref.model.path=A"
     ],
 )
 def test_scripts_of_the_ppo_trainer_are_recognised(launch, registry, tmp_path):
-    assert script(f"{launch} {KEYS} 2>&1 | tee log\n", registry, tmp_path).pipeline == "rlvr"
+    new = script(f"{launch} {KEYS} 2>&1 | tee log\n", registry, tmp_path)
+    assert new.pipeline == "rlvr"
 
 
 @pytest.mark.parametrize(
