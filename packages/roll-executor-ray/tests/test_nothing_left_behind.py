@@ -15,7 +15,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from roll_executor_ray import orphan_cleanup
+from roll_executor_ray import instance, orphan_cleanup
 
 HERE = Path(__file__).parent
 WORKERS = HERE.parents[2] / "tests" / "executors"
@@ -250,3 +250,24 @@ def test_reaper_sweeps_when_its_driver_vanishes(tmp_path: Path) -> None:
     finally:
         marked.kill()
         marked.wait()
+
+
+def test_scratch_directories_of_killed_runs_are_removed(tmp_path: Path) -> None:
+    killed, used, foreign = (tmp_path / f"roll-{digit * 8}" for digit in "abc")
+    for path in (killed, used, foreign, tmp_path / "roll-notes"):
+        path.mkdir()
+    code = f"import os, pathlib; from roll_executor_ray.orphan_cleanup import lock; lock(pathlib.Path({str(killed)!r}))"
+    subprocess.run([sys.executable, "-c", f"{code}; os.kill(os.getpid(), 9)"], check=False)
+    descriptor = orphan_cleanup.lock(used)
+    try:
+        orphan_cleanup.remove_abandoned(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["roll-bbbbbbbb", "roll-cccccccc", "roll-notes"]
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("length", range(20, 45, 4))
+def test_sockets_fit_below_any_temporary_directory(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * (length - 1))
+    scratch = instance._scratch_directory("0" * 8)
+    assert len(f"{scratch}/ray/session_2026-11-28_23-59-59_999999_1234567/sockets/plasma_store") <= 107

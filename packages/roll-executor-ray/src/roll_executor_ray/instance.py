@@ -52,10 +52,11 @@ TOO_SLOW = "node timed out during startup"
 """Ray's message if its daemon takes more than 30 s to register. That limit cannot be configured."""
 STATE_KEEPERS = ("gcs_server", "raylet")
 """Ray processes that a driver needs in order to disconnect cleanly."""
-LONGEST_SCRATCH = 40
-"""Maximum length of the temporary directory's path.
+LONGEST_SCRATCH = 25
+"""Maximum bytes of the temporary directory's path.
 
-Ray puts sockets below its directory, and the path of a socket has at most 107 bytes.
+Ray puts sockets below its directory, and the path of a socket has at most 107 bytes. Of these, `roll-XXXXXXXX` and
+Ray's own part have up to 82, with process ids of seven digits.
 """
 
 
@@ -74,6 +75,8 @@ class RayInstance:
         self._helpers: list[psutil.Process] = []
         """Auxiliary processes of a private instance: logs and monitors."""
         self._reaper: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+        """Descriptor of the lock by which other runs know that the scratch directory is in use."""
         self._environment = EnvironmentChange()
 
     @property
@@ -101,7 +104,9 @@ class RayInstance:
         if address == "local":  # as in `ray.init`: a Ray of this process's own
             address = ""
         _check_reachable(address)
+        orphan_cleanup.remove_abandoned(self.scratch.parent)
         self.scratch.mkdir(mode=0o700)
+        self._lock = orphan_cleanup.lock(self.scratch)
         with stop_signals_blocked_in_children():
             self._reaper = orphan_cleanup.start_reaper(self.mark, self.scratch)
         self._set_environment(alone=not address)
@@ -145,6 +150,9 @@ class RayInstance:
                 log.debug("killed %d remaining processes", left)
             orphan_cleanup.stop_reaper(self._reaper)
             self._reaper = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         self._environment.undo()
 
     def _start(self) -> None:
@@ -275,7 +283,7 @@ def _provide_secret() -> None:
 
 def _scratch_directory(mark: str) -> Path:
     directory = Path(tempfile.gettempdir())
-    return (directory if len(str(directory)) <= LONGEST_SCRATCH else Path("/tmp")) / f"roll-{mark}"
+    return (directory if len(os.fsencode(directory)) <= LONGEST_SCRATCH else Path("/tmp")) / f"roll-{mark}"
 
 
 def _object_store_bytes() -> int:

@@ -13,6 +13,7 @@ scratch directory, engines' by their parent.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -40,6 +41,8 @@ SEGMENTS = (
 
 Processes may have mapped other files in `SHM`, such as a model that the user put there.
 """
+LOCK = "in-use"
+"""File in a scratch directory that the driver has locked."""
 POLL_S = 0.5
 KILL_S = 10.0
 """Seconds until the processes must be gone after SIGKILL."""
@@ -52,6 +55,26 @@ TRACKERS_S = 3.0
 def shm_prefix(mark: str) -> str:
     """Name prefix of a run's shared memory. Segments that are left are unlinked at the end."""
     return f"roll-{mark}-"
+
+
+def lock(scratch: Path) -> int:
+    """Mark a scratch directory as in use until the returned descriptor is closed or this process exits."""
+    descriptor = os.open(scratch / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove scratch directories of runs whose processes, the reaper included, were all killed at once."""
+    for scratch in directory.glob(f"roll-{'[0-9a-f]' * 8}"):
+        with contextlib.suppress(OSError):  # in use, of another user, or without a lock
+            descriptor = os.open(scratch / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                sweep(scratch.name.removeprefix("roll-"), scratch)
+            finally:
+                os.close(descriptor)
 
 
 def start_reaper(mark: str, scratch: Path) -> subprocess.Popen[bytes]:
