@@ -22,6 +22,7 @@ from roll_modeling.architectures import (
     key_problems,
     position_table,
 )
+from roll_strategy_megatron.config import MegatronConfig
 
 RANDOM = """\
 pipeline: rlvr
@@ -264,3 +265,9 @@ def test_each_field_of_a_config_is_known_with_its_default(model_type):
     assert all("unknown" not in reason for reason in key_problems(model_type, dict.fromkeys(fields, "?")).values())
     defaults = json.loads(json.dumps(config().to_dict(), default=str))
     assert not key_problems(model_type, {key: defaults[key] for key in fields & defaults.keys()})
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_5", "qwen2_5_vl"])
+def test_megatron_has_no_bridge_for_models_with_images(model_type):
+    with pytest.raises(ValueError, match=model_type):
+        MegatronConfig().check_model({"model_type": model_type, "text_config": {"model_type": "qwen2"}})

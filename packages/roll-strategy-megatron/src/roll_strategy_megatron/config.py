@@ -278,8 +278,7 @@ class MegatronConfig(StrategyConfig):
         Raises `ValueError` if the bridge does not support the architecture, if layers, heads, hidden units or experts
         cannot be divided evenly, or for keys of experts with a dense model.
         """
-        if "text_config" not in keys:
-            _check_architecture(keys.get("model_type"))
+        _check_architecture(keys.get("model_type"))
         layers = keys.get("num_hidden_layers")
         if isinstance(layers, int):
             self._check_layers(layers)
