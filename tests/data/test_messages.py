@@ -309,6 +309,33 @@ def test_replies_whose_reasoning_the_template_removes_are_read(name: str, in_con
     assert (counts.kept, counts.untrained_replies) == (1, 1)
 
 
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% else %}"
+    "{{ '<|assistant|>' + m.content.split('</think>')[-1] + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+)
+NEMOTRON = R1.replace(
+    "'<|assistant|>' + m.content", "'<|assistant|><think>' + (m.reasoning_content or '') + '</think>' + m.content"
+)
+
+
+@pytest.mark.parametrize("template", [R1, NEMOTRON])
+@pytest.mark.parametrize(
+    ("keys", "thought"),
+    [
+        ({}, "\n</think>\n\nA2"),
+        ({"content": "<think>\nR\n</think>\n\nA2"}, "R\n</think>\n\nA2"),
+        ({"content": "R</think>A2"}, "R\n</think>\n\nA2"),
+        ({"reasoning": "R"}, "R\n</think>\n\nA2"),
+    ],
+)
+def test_a_reply_ends_the_reasoning_that_its_prompt_begins(template: str, keys: Any, thought: str) -> None:
+    text = trained([*CHAT[:3], {**CHAT[3], **keys}], byte_tokenizer(template))
+    assert text.endswith(f"<|im_end|><|user|>Q2<|assistant|><think>\n⟦{thought}<|im_end|>⟧")
+    assert text.count("⟦") == 1
+    assert trained(reply(**keys), byte_tokenizer(template)).count("⟦") == 1
+
+
 def test_turns_before_a_removed_thought_are_trained() -> None:
     chat = [*CHAT, CHAT[2], {**CHAT[3], "reasoning_content": "R"}, *CHAT[2:]]
     text = trained([*chat[:3], {**chat[3], "reasoning_content": "R"}, *CHAT[2:]], family("qwen3"))

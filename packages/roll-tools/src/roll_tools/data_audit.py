@@ -211,7 +211,7 @@ def audit_rows(
     if encoder.untrained_replies:
         yield finding(
             "trained_replies",
-            "note",
+            "warning",
             f"{encoder.untrained_replies}{part} replies are read, not trained: the template removes their reasoning,"
             " or reasoning before them, once later messages follow",
             "to train them, write one row for each reply",

@@ -162,10 +162,10 @@ class Encoder:
         cut, because some tokenizers add a blank to the beginning of every encoded text. If a token reaches over a cut,
         the text after the cut is encoded apart.
         """
-        whole = self.encode("".join(texts), where)
+        text = "".join(texts)
+        whole, marks = self._with_marks(text, where)
         pieces: list[list[int]] = []
-        anchor, text, ids, marks = "", "".join(texts), *self._with_marks("".join(texts), where)
-        done = cut = 0
+        ids, done, cut = whole, 0, 0
         for number, piece in enumerate(texts[:-1], start=1):
             cut += len(piece)
             # An added token splits the text before any other rule, so the ids after it depend on the text after it.

@@ -259,10 +259,14 @@ class JinjaTemplate:
         `DataError` if the template rewrites earlier turns in other ways.
         """
         whole = self.conversation(messages, tools)
+        replies = trained_replies(messages, context)
+        prompts = {index: self.prompt(messages[:index], tools) for index in replies if index}
+        if len(messages) - 1 in prompts:
+            whole = _with_thought(messages[-1], prompts[len(messages) - 1], whole)
         segments: list[Segment] = []
         at = 0
-        for index in trained_replies(messages, context):
-            span = self._span(messages, index, tools, whole)
+        for index in replies:
+            span = self._span(messages, index, tools, whole, prompts.get(index, ""))
             if span is None:
                 continue
             begin, end, said = span
@@ -281,9 +285,9 @@ class JinjaTemplate:
         return segments
 
     def _span(
-        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str
+        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str, before: str
     ) -> tuple[int, int, int] | None:
-        """Where a reply begins and ends in the rendering `whole`, and where its content ends.
+        """Where a reply begins and ends in the rendering `whole`, and where its content ends. `before` is its prompt.
 
         None if the template removes reasoning in the reply or before it, because later messages follow.
         """
@@ -293,15 +297,14 @@ class JinjaTemplate:
                 "message 1 is of the assistant, but a prompt begins with a message of the system or the user: remove"
                 " it, or give it weight 0, so that the model only reads it"
             )
-        before, after = self.prompt(messages[:index], tools), self.conversation(messages[: index + 1], tools)
+        after = self.conversation(messages[: index + 1], tools) if index + 1 < len(messages) else whole
         begin = len(before)
         end = said = None
         if whole.startswith(before) and after.startswith(before) and whole.startswith(after):
             said = begin + _said(message, after[begin:])
             end = begin + self._end(after[begin:], whole[len(after) :], said - begin)
         elif whole.startswith(before) and index + 1 < len(messages):
-            said = self._end_of_values(messages, index, tools, whole)
-            end = self._end_in_history(messages, index, tools, whole, said)
+            said, end = self._end_in_history(messages, index, tools, whole)
         if said is not None and end is not None:
             thought = _opened(before) or begin
             missing = _missing_text(message, whole[thought:end])
@@ -321,11 +324,6 @@ class JinjaTemplate:
             and _without_reasoning(whole).startswith(_without_reasoning(before))
         ):
             return None
-        elif _opened(before) and after.startswith(before[: _opened(before)]):
-            raise DataError(
-                f"the tokenizer's chat template begins each reply with reasoning, but message {index + 1} has none that"
-                " it renders: add reasoning_content, or use a template whose prompts do not end inside of reasoning"
-            )
         raise DataError(
             f"the tokenizer's chat template renders a prompt differently if a response follows (message {index + 1}),"
             " so the model would be trained on prompts that it never gets in generation: use a named template, or train"
@@ -358,19 +356,15 @@ class JinjaTemplate:
         for index, key in marked.missing(text):
             message = messages[index] if index is not None else {}
             is_optional = key == "reasoning_content" or (key == "content" and "tool_calls" in message)
-            if index is None or not is_optional or message["role"] != "assistant" or index + 1 == len(messages):
+            if index is None or not is_optional or message["role"] != "assistant":
+                return index, key
+            if key == "reasoning_content" and _opened(self.prompt(messages[:index], tools)):
+                continue  # see `_with_thought`
+            if index + 1 == len(messages):
                 return index, key
             if (index, key) in marked.missing(self.conversation(changed[: index + 1], marked_tools)):
                 return index, key
         return None
-
-    def _end_of_values(
-        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str
-    ) -> int:
-        """Where the last value of a reply ends in the rendering `whole`: what follows is the same for any value."""
-        replies = [with_last_value(messages[index], text) for text in SENTINELS]
-        others = [self.conversation([*messages[:index], reply, *messages[index + 1 :]], tools) for reply in replies]
-        return len(whole) - len(common_end([whole, *others]))
 
     def _end(self, response: str, rest: str, said: int) -> int:
         """Length of the text that the model writes, to its end-of-turn token. `response` is the template's rendering of
@@ -386,29 +380,32 @@ class JinjaTemplate:
         return max(said, len(response.rstrip()))
 
     def _end_in_history(
-        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str, said: int
-    ) -> int | None:
-        """Where a reply ends in the rendering `whole` of a template that renders a last reply in another way: it ends
-        only a last reply by the end-of-sequence token, or gives it an empty block of reasoning.
+        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str
+    ) -> tuple[int, int | None]:
+        """Where the last value of a reply ends in the rendering `whole`, and where the reply ends, for a template that
+        renders a last reply in another way: it ends only a last reply by the end-of-sequence token, or gives it an
+        empty block of reasoning.
 
-        None if no special token is between the reply's last value at `said` and the next message's content.
+        The end is None if no special token is between the reply's last value and the next message's content.
         """
-        following = messages[index + 1]
+        reply, following = messages[index : index + 2]
+        # What another last value does not change follows the value. What another next content does not change is
+        # before this content. A sentinel that differs at its end keeps both exact.
+        last = next(text for text in SENTINELS if not _last_value(reply).endswith(text[-1]))
+        other = self.conversation([*messages[:index], with_last_value(reply, last), *messages[index + 1 :]], tools)
+        said = len(whole) - len(common_end([whole, other]))
         if following["role"] == "assistant":
-            others = [self.prompt(messages[: index + 1], tools)]
+            other = self.prompt(messages[: index + 1], tools)
         else:
-            others = [
-                self.conversation(
-                    [*messages[: index + 1], {**following, "content": text}, *messages[index + 2 :]], tools
-                )
-                for text in SENTINELS
-            ]
-        closing = _common_begin([whole, *others])[said:]
+            first = next(text for text in SENTINELS if not following["content"].strip().startswith(text[0]))
+            changed = {**following, "content": first}
+            other = self.conversation([*messages[: index + 1], changed, *messages[index + 2 :]], tools)
+        closing = _common_begin([whole, other])[said:]
         eos = self.marks[0]
         if eos in closing:
-            return said + closing.index(eos) + len(eos)
+            return said, said + closing.index(eos) + len(eos)
         ends = [(closing.index(mark), -len(mark)) for mark in self.marks if mark in closing]
-        return said + min(ends)[0] - min(ends)[1] if ends else None
+        return said, said + min(ends)[0] - min(ends)[1] if ends else None
 
     def _render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None
@@ -458,7 +455,7 @@ _REASONING = re.compile(
 )
 """Reasoning as chat templates render it. A prompt may end inside of it."""
 _THOUGHT_END = re.compile("|".join(map(re.escape, MARKS.values())))
-_THOUGHT_OPEN = re.compile(rf"(?:{'|'.join(map(re.escape, MARKS))})\s*\Z")
+_THOUGHT_OPEN = re.compile(rf"({'|'.join(map(re.escape, MARKS))})\s*\Z")
 
 
 def _without_reasoning(text: str) -> str:
@@ -470,6 +467,27 @@ def _opened(prompt: str) -> int:
     """Where a prompt that ends inside of reasoning begins it; 0 for other prompts."""
     found = _THOUGHT_OPEN.search(prompt)
     return found.start() if found else 0
+
+
+def _with_thought(reply: Mapping[str, Any], before: str, whole: str) -> str:
+    """The rendering `whole`, with the reasoning of its last reply, whose prompt `before` may end inside of reasoning.
+
+    Some templates (DeepSeek R1) render no reply as the model writes it after such a prompt: they remove its reasoning.
+    Others (Nemotron 3) do so for a reply without reasoning. The model ends an empty reasoning at once.
+    """
+    opened = _THOUGHT_OPEN.search(before)
+    if opened is None or whole.startswith(before) or not whole.startswith(before[: opened.start()]):
+        return whole
+    end = MARKS[opened[1]]
+    thought = reply.get("reasoning_content") or reply["content"].rpartition(end)[0].replace(opened[1], "", 1)
+    rendered = _REASONING.sub("", whole[opened.start() :], count=1).lstrip("\n")
+    return f"{before}{thought.strip()}\n{end}\n\n{rendered}"
+
+
+def _last_value(message: Mapping[str, Any]) -> str:
+    """The text that `with_last_value` replaces, without white space around it."""
+    calls = message.get("tool_calls")
+    return "" if calls else str(message.get("content") or "").strip()
 
 
 def with_last_value(message: Mapping[str, Any], text: str) -> Message:
@@ -486,9 +504,14 @@ def common_end(texts: Sequence[str]) -> str:
 
 
 def _common_begin(texts: Sequence[str]) -> str:
-    columns = enumerate(zip(*texts, strict=False))
-    length = next((at for at, characters in columns if len(set(characters)) > 1), min(map(len, texts)))
-    return texts[0][:length]
+    low, high = 0, min(map(len, texts))
+    while low < high:  # bisection: texts of a whole conversation are long
+        middle = (low + high + 1) // 2
+        if all(text.startswith(texts[0][:middle]) for text in texts[1:]):
+            low = middle
+        else:
+            high = middle - 1
+    return texts[0][:low]
 
 
 class _Marked:
