@@ -821,7 +821,7 @@ OPTIM: Table = {
     "use_precision_aware_optimizer": refused("the optimizer's state is fp32", False),
     **each("main_grads_dtype exp_avg_dtype exp_avg_sq_dtype", unneeded("use_precision_aware_optimizer decides")),
     "use_layer_wise_distributed_optimizer": refused("the optimizer is distributed by Megatron's default", False),
-    "optimizer": refused("only AdamW is supported", "AdamW", "adam", "adamw"),
+    "optimizer": refused("only AdamW is converted; set training_args.optimizer", "AdamW", "adam", "adamw"),
     "optimizer_impl": refused("only torch's AdamW is supported", "torch.optim"),
     "num_cycles": refused("a cosine has half a cycle", 0.5),
     "min_lr": refused("the schedule decays to 0, or to min_lr_ratio", 0.0),

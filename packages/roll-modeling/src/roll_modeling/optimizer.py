@@ -1,17 +1,24 @@
-"""AdamW, the learning rate schedule and the moving average, for strategies that update parameters themselves."""
+"""The optimizer and its state, the learning rate schedule and the moving average.
+
+For strategies that update parameters themselves.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from roll_core.errors import UnsupportedError
+from roll_core.algorithms.optimizers import adamw
+from roll_core.errors import ContractError, UnsupportedError
+from roll_core.spec.algorithms import bind_options
+from roll_core.spec.train import OptimizerFactory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -23,24 +30,73 @@ OWN_ARGUMENTS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_ep
 """Arguments of transformers' schedules that are not part of `lr_scheduler_kwargs`."""
 
 
-def adamw(parameters: Iterable[Tensor], training: TrainingSpec) -> torch.optim.AdamW:
-    """Create AdamW for float32 leaf tensors. Vectors (biases and norms) get no weight decay."""
-    each = list(parameters)
-    groups = [
-        {"params": [one for one in each if one.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [one for one in each if one.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=training.learning_rate,
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_epsilon,
-        fused=True,
-    )
+def create_optimizer(parameters: Mapping[str, Tensor], training: TrainingSpec) -> torch.optim.Optimizer:
+    """Create the optimizer of `training` for float32 leaf tensors.
+
+    Raises `ContractError` if its function returns no optimizer of exactly these tensors.
+    """
+    module, _, name = (training.optimizer or f"{adamw.__module__}:{adamw.__name__}").partition(":")
+    function: OptimizerFactory = getattr(importlib.import_module(module), name)
+    optimizer = bind_options(function, OptimizerFactory, training.optimizer_kwargs)(parameters, training)
+    groups = getattr(optimizer, "param_groups", ())
+    stepped = [id(tensor) for group in groups for tensor in group["params"]]
+    if not isinstance(optimizer, torch.optim.Optimizer) or sorted(stepped) != sorted(map(id, parameters.values())):
+        raise ContractError(
+            f"{training.optimizer} returned {type(optimizer).__name__} of {len(stepped)} parameters, expected a"
+            f" torch.optim.Optimizer of the {len(parameters)} given ones"
+        )
+    return optimizer
 
 
-def moments(optimizer: torch.optim.AdamW, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """A parameter's moments (`exp_avg`, `exp_avg_sq`), created in the fused kernel's layout before the first step."""
+def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """A parameter's state by name, without `step`. Before the first step it is created, by a step that changes nothing.
+
+    Raises `ContractError` for state that is no tensor, which a checkpoint cannot have.
+    """
+    if isinstance(optimizer, torch.optim.AdamW):
+        return dict(zip(MOMENTS, moments(optimizer, parameter), strict=True))
+    if not any(optimizer.state.values()):
+        _create_state(optimizer)
+    state = dict(optimizer.state.get(parameter, {}))
+    state.pop("step", None)
+    if wrong := [name for name, value in state.items() if value is not None and not isinstance(value, torch.Tensor)]:
+        raise ContractError(f"{type(optimizer).__name__} has state that is no tensor: {', '.join(wrong)}")
+    return {name: value for name, value in state.items() if value is not None}
+
+
+def set_step_count(optimizer: torch.optim.Optimizer, step_count: int) -> None:
+    """Set the number of completed steps in the state of every parameter."""
+    for state in optimizer.state.values():
+        if isinstance(step := state.get("step"), torch.Tensor):
+            step.fill_(float(step_count))
+        elif step is not None:
+            state["step"] = step_count
+
+
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer create its state by a step with learning rate 0 and gradients of 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    gradients = [tensor.grad for tensor in tensors]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for tensor in tensors:
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        tensor.grad = gradient
+    set_step_count(optimizer, 0)
+
+
+def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """A parameter's moments (`exp_avg`, `exp_avg_sq`), created in the fused kernel's layout before the first step.
+
+    Raises `UnsupportedError` for another optimizer than AdamW.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise UnsupportedError(f"a portable state has the moments of AdamW, which {type(optimizer).__name__} lacks")
     state = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

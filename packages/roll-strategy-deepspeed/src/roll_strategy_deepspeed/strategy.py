@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
+from roll_core.algorithms.optimizers import adamw
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.train import StepStats, WantedOutputs
 from roll_modeling.backbone import checkpoint_layers
@@ -21,7 +22,7 @@ from roll_modeling.model import check_ties, tied_names
 from roll_modeling.module_passes import ModulePasses
 from roll_modeling.module_programs import checkpoint_blocks
 from roll_modeling.offload import keep_freed_memory, num_bytes
-from roll_modeling.optimizer import adamw, schedule
+from roll_modeling.optimizer import schedule
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
@@ -91,7 +92,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         ties = tied_names(self.model)
         if self.training is not None:
             trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
-            self._start_engine(settings, adamw(trained.values(), self.training))
+            self._start_engine(settings, adamw(trained, self.training))
             self.optimizer = OptimizerState(self.engine, trained, self.training, stage=self.stage)
             self.loss_scale = LossScale(self.engine)
             self.step_count = 0

@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards.
+"""The optimizer on this rank's shards.
 
 The update is elementwise, so only the gradient norm requires communication.
 """
@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import ParameterState, StepStats
-from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, exchange, moments, move_averages, schedule
+from roll_modeling.optimizer import (
+    clip_factor,
+    create_optimizer,
+    exchange,
+    moments,
+    move_averages,
+    schedule,
+    set_step_count,
+    state_tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
     from roll_core.spec.train import PortableState, TrainingSpec
 
 
-class ShardedAdamW:
+class ShardedOptimizer:
     """Optimizer of a sharded model, whose parameters are DTensors in float32."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, device: str) -> None:
@@ -37,7 +46,7 @@ class ShardedAdamW:
         self.num_holders = torch.tensor([num_holders(each) for each in self.parameters.values()], dtype=torch.float64)
         self.step_count = 0
         self.schedule = schedule(training)
-        self.torch_optimizer = adamw(self.shares.values(), training)
+        self.torch_optimizer = create_optimizer(self.shares, training)
         self.averages: dict[str, Tensor] = {}
         """Moving average of each shard; empty without `ema_decay`."""
         if training.ema_decay is not None:
@@ -89,24 +98,23 @@ class ShardedAdamW:
             parameter.grad = self.shares[name].grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Adam moments as `<moment>.<parameter name>`, and averages as `average.<parameter name>`, sharded like their
+        """Optimizer state as `<state>.<parameter name>`, and averages as `average.<parameter name>`, sharded like their
         parameters.
 
-        Moments are allocated if no step was taken yet.
+        State is allocated if no step was taken yet.
         """
         found: dict[str, Tensor] = {
             f"average.{name}": like(self.parameters[name], each) for name, each in self.averages.items()
         }
         for name, parameter in self.parameters.items():
-            for moment, share in zip(MOMENTS, moments(self.torch_optimizer, self.shares[name]), strict=True):
-                found[f"{moment}.{name}"] = like(parameter, share)
+            for state, share in state_tensors(self.torch_optimizer, self.shares[name]).items():
+                found[f"{state}.{name}"] = like(parameter, share)
         return found
 
     def restored(self, step_count: int) -> None:
         """Continue at `step_count`. Call after the tensors of `tensors()` were overwritten in place."""
         self.step_count = step_count
-        for share in self.shares.values():
-            self.torch_optimizer.state[share]["step"].fill_(float(step_count))
+        set_step_count(self.torch_optimizer, step_count)
         self.clear()
 
     @property

@@ -20,6 +20,7 @@ CAPABILITIES = TrainCapabilities(
     tasks=("causal_lm", "value", "reward", "flow"),
     dtypes=("fp32", "bf16"),
     gradient_checkpointing=True,
+    optimizers="elementwise",
     data_parallel=True,
     tensor_parallel=True,
     context_parallel=True,

@@ -1,6 +1,6 @@
 """Train strategies on FSDP2: each rank holds a shard of every parameter, gradient and Adam moment.
 
-build -> { Passes: outputs, gradients -> ShardedAdamW: clip and step on the shards }* -> Weights: gather
+build -> { Passes: outputs, gradients -> ShardedOptimizer: clip and step on the shards }* -> Weights: gather
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll_modeling.task_model import TaskModel
 from roll_strategy_fsdp2.checkpoint import load_state, save_state
 from roll_strategy_fsdp2.experts import exchange_tokens
 from roll_strategy_fsdp2.loading import fill, open_empty
-from roll_strategy_fsdp2.optimizer import ShardedAdamW, local
+from roll_strategy_fsdp2.optimizer import ShardedOptimizer, local
 from roll_strategy_fsdp2.passes import Passes
 from roll_strategy_fsdp2.sharding import Root, make_meshes, shard, sharded_modules
 from roll_strategy_fsdp2.tensor_parallel import parallelize
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from roll_strategy_fsdp2.config import FSDP2Config
 
 
-class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
+class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
     """FSDP2 strategy. Without `training` it is forward-only. Dropout is off."""
 
     config: FSDP2Config
@@ -112,7 +112,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedAdamW]):
                 if not any(each.requires_grad for each in module.parameters()):
                     module.unshard()
                     module.reshard()
-            self.optimizer = ShardedAdamW(dict(self.model.named_parameters()), self.training, mesh.device)
+            self.optimizer = ShardedOptimizer(dict(self.model.named_parameters()), self.training, mesh.device)
 
     @property
     def data_rank(self) -> DataRank:

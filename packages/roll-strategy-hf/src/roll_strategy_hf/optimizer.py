@@ -1,7 +1,7 @@
-"""AdamW in float32: gradient accumulation, reduction over ranks, clipping, learning-rate schedule, state.
+"""The optimizer in float32: gradient accumulation, reduction over ranks, clipping, learning-rate schedule, state.
 
 Float32 parameters are updated in place. For bfloat16 and float16 parameters the optimizer keeps float32 master weights:
-gradients, moments and the update are float32, and the model gets the rounded result.
+gradients, state and the update are float32, and the model gets the rounded result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch import nn
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import ParameterState, StepStats
-from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, move_averages, schedule
+from roll_modeling.optimizer import (
+    clip_factor,
+    create_optimizer,
+    moments,
+    move_averages,
+    schedule,
+    set_step_count,
+    state_tensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +34,8 @@ if TYPE_CHECKING:
     from roll_strategy_hf.replicas import Replicas
 
 
-class AdamW:
-    """AdamW optimizer of one model; owns the gradients, which are views of one flat float32 buffer."""
+class ModelOptimizer:
+    """Optimizer of one model; owns the gradients, which are views of one flat float32 buffer."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, replicas: Replicas) -> None:
         self.training, self.replicas = training, replicas
@@ -51,7 +59,7 @@ class AdamW:
                 master.grad = self.grads[name]
                 self.masters[name] = master
                 parameter.register_post_accumulate_grad_hook(_adder(self.grads[name]))  # type: ignore[no-untyped-call]
-        self.torch_optimizer = adamw(self.masters.values(), training)
+        self.torch_optimizer = create_optimizer(self.masters, training)
         self.averages: dict[str, Tensor] = {}
         """Moving average of each master weight, float32; empty without `ema_decay`."""
         if training.ema_decay is not None:
@@ -114,11 +122,14 @@ class AdamW:
         move_averages([*self.averages.values()], masters, self.training, self.step_count)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments, averages, and master weights of parameters that are not float32, by name; created before step 1."""
+        """Optimizer state, averages, and master weights of parameters that are not float32, by name.
+
+        State is created before step 1.
+        """
         found: dict[str, Tensor] = {f"average.{name}": each for name, each in self.averages.items()}
         for name, master in self.masters.items():
-            for moment, tensor in zip(MOMENTS, moments(self.torch_optimizer, master), strict=True):
-                found[f"{moment}.{name}"] = tensor
+            for state, tensor in state_tensors(self.torch_optimizer, master).items():
+                found[f"{state}.{name}"] = tensor
             if master is not self.parameters[name]:
                 found[f"master.{name}"] = master.detach()
         return found
@@ -126,8 +137,7 @@ class AdamW:
     def restored(self, step_count: int) -> None:
         """Continue at step `step_count` after `tensors()` were overwritten in place."""
         self.step_count = step_count
-        for master in self.masters.values():
-            self.torch_optimizer.state[master]["step"].fill_(float(step_count))
+        set_step_count(self.torch_optimizer, step_count)
         self._publish()
         self.flat_grad.zero_()
 

@@ -21,6 +21,7 @@ HF_TRAIN = TrainProvider(
     memory="roll_strategy_hf.memory:training",
     capabilities=TrainCapabilities(
         tasks=("causal_lm", "value", "reward", "flow"),
+        optimizers="any",
         gradient_checkpointing=True,
         data_parallel=True,
         offload=True,

@@ -33,7 +33,7 @@ from roll_modeling.offload import host_copies, keep_freed_memory
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel, finite_loss, plain_metrics
-from roll_strategy_hf.optimizer import AdamW
+from roll_strategy_hf.optimizer import ModelOptimizer
 from roll_strategy_hf.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ FORMAT = 1
 """Format version of the saved training state."""
 
 
-class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
+class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
     """Trains a Hugging Face model or, without `training`, only runs forward passes.
 
     Dropout is off: logprobs before an update and during it must come from the same function.
@@ -95,7 +95,7 @@ class HFTrainStrategy(HuggingFaceStrategy[AdamW]):
                 checkpoint_blocks(self.library.blocks(self.model))
             elif model.gradient_checkpointing:
                 checkpoint_layers(self.model)
-            self.optimizer = AdamW(dict(self.model.named_parameters()), self.training, self.replicas)
+            self.optimizer = ModelOptimizer(dict(self.model.named_parameters()), self.training, self.replicas)
 
     # -- computing -----------------------------------------------------------------------------------------------------
 

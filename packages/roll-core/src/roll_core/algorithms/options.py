@@ -1,4 +1,7 @@
-"""Options of advantage estimators (`adv_options`) and of policy losses (`pg_options`). Imports nothing heavy."""
+"""Options of advantage estimators (`adv_options`), policy losses (`pg_options`) and optimizers (`optimizer_kwargs`).
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,29 @@ class GDPOOptions(AdvantageOptions):
     """Weight of each component of the reward, by its name in the reward's detail."""
     batch_norm: bool = True
     """Normalise the weighted sum over the batch."""
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+class SGDOptions(Config):
+    """Options (`optimizer_kwargs`) of `sgd`."""
+
+    momentum: Fraction = 0.9
+    """Decay of the sum of gradients; 0 disables momentum."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+
+
+class MuonOptions(Config):
+    """Options (`optimizer_kwargs`) of `muon`."""
+
+    momentum: Fraction = 0.95
+    """Decay of the sum of gradients."""
+    nesterov: bool = True
+    """Nesterov's momentum."""
+    ns_steps: PositiveInt = 5
+    """Newton-Schulz iterations that orthogonalise the momentum."""
 
 
 # -- policy losses -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import (
     AdvantageProvider,
     ExecutorProvider,
+    OptimizerProvider,
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
@@ -115,6 +116,27 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
         target=f"{whole}:gae",
         summary="Generalised advantage estimation with a critic",
         needs_critic=True,
+    )
+
+
+@hookimpl
+def roll_optimizers() -> Iterator[OptimizerProvider]:
+    """torch's optimizers that language models are trained with."""
+    module = "roll_core.algorithms.optimizers"
+    summary = "AdamW (arXiv:1711.05101)"
+    yield OptimizerProvider(name="adamw", target=f"{module}:adamw", summary=summary, elementwise=True)
+    yield OptimizerProvider(
+        name="sgd",
+        target=f"{module}:sgd",
+        config="roll_core.algorithms.options:SGDOptions",
+        summary="Gradient descent with momentum",
+        elementwise=True,
+    )
+    yield OptimizerProvider(
+        name="muon",
+        target=f"{module}:muon",
+        config="roll_core.algorithms.options:MuonOptions",
+        summary="Orthogonalised momentum for matrices, AdamW for the rest (Muon, arXiv:2502.16982)",
     )
 
 

@@ -13,7 +13,15 @@ from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import EngineRewardConfig, InferWorkerConfig, ModelArguments, RunConfig, StrategyConfig
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.model import model_keys
-from roll_core.spec.providers import InferCapabilities, InferProvider, TrainProvider, exports_state, replays_experts
+from roll_core.spec.providers import (
+    InferCapabilities,
+    InferProvider,
+    OptimizerProvider,
+    TrainCapabilities,
+    TrainProvider,
+    exports_state,
+    replays_experts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,6 +72,7 @@ class StrategyCheck:
         self.provider = provider
         self._check_kind()
         self._check_model_args()
+        self._check_optimizer()
         owner = self.parts.registry.owner(provider)
         schema = schema_of(provider, StrategyConfig, owner=owner)
         raw = arguments.get("strategy_config")
@@ -186,6 +195,30 @@ class StrategyCheck:
             self.report((*at_model, key), message, "remove the key, or write true", code="ROLL-C017")
         elif key not in model:
             self.role["model_args"] = model | {key: True}
+
+    def _check_optimizer(self) -> None:
+        """Check that the strategy runs the optimizer, and validate its options."""
+        given, can = self.role.get("training_args"), self.provider.capabilities
+        if not isinstance(given, dict) or not isinstance(can, TrainCapabilities):
+            return
+        name, path = given.get("optimizer", "adamw"), (*self.path, "training_args")
+        if not isinstance(name, str):
+            return
+        optimizer = self.parts.find(OptimizerProvider, name, (*path, "optimizer"), self.role)
+        if optimizer is None:
+            return
+        self.parts.options(optimizer, (*path, "optimizer_kwargs"), given.get("optimizer_kwargs"), (*path, "optimizer"))
+        if self.worker.kind != "train" or name == "adamw":
+            return
+        if not _runs(can, optimizer):
+            known = self.parts.registry.providers(TrainProvider)
+            able = [each.name for each in known if not each.forward_only and _runs(each.capabilities, optimizer)]
+            only = "AdamW" if can.optimizers == "adamw" else "elementwise optimizers, because it shards matrices"
+            message = f"found {name}, but {self.provider.name} runs only {only}"
+            self.report((*path, "optimizer"), message, f"strategies that run it: {', '.join(able)}", code="ROLL-C017")
+        elif self.data.get("portable_checkpoints") is True:
+            message = f"found {name}, but portable_checkpoints have the moments of AdamW"
+            self.report((*path, "optimizer"), message, "remove portable_checkpoints", code="ROLL-C017")
 
     # -- slots, ranks and replicas -------------------------------------------------------------------------------------
 
@@ -432,3 +465,8 @@ def _num_ranks(role: Mapping[Any, Any]) -> int | None:
 def _trains_adapters(model_args: dict[Any, Any]) -> bool:
     """True if `model_args` as written enable LoRA."""
     return bool(model_args.get("lora_target")) and bool(model_args.get("lora_rank", True))
+
+
+def _runs(capabilities: TrainCapabilities, optimizer: OptimizerProvider) -> bool:
+    """True if a strategy runs this optimizer, which is not AdamW."""
+    return capabilities.optimizers == "any" or (capabilities.optimizers == "elementwise" and optimizer.elementwise)

@@ -21,6 +21,7 @@ from roll_core.spec.providers import (
     ImporterProvider,
     InferProvider,
     KnownErrorsProvider,
+    OptimizerProvider,
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
@@ -64,6 +65,7 @@ KINDS = (
         "advantage estimator",
         "roll_core.spec.algorithms:AdvantageEstimator",
     ),
+    Kind("roll_optimizers", OptimizerProvider, "optimizer", "roll_core.spec.train:OptimizerFactory"),
     Kind("roll_policy_losses", PolicyLossProvider, "policy loss", "roll_core.spec.algorithms:PolicyLoss"),
     Kind(
         "roll_weight_transports",

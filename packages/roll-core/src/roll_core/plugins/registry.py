@@ -26,7 +26,13 @@ from roll_core.errors import (
 from roll_core.plugins.loader import Plugin, load_plugins, normalise
 from roll_core.plugins.records import KINDS, described, kind_of
 from roll_core.plugins.requirements import CORE
-from roll_core.spec.providers import AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider
+from roll_core.spec.providers import (
+    AdvantageProvider,
+    AgentProvider,
+    EnvironmentProvider,
+    OptimizerProvider,
+    PolicyLossProvider,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -185,7 +191,7 @@ class Registry:
         return [f"{mine[0]} offers {', '.join(offered) if offered else f'no {spec.noun}'}"]
 
 
-USER_FUNCTIONS = (AdvantageProvider, AgentProvider, EnvironmentProvider, PolicyLossProvider)
+USER_FUNCTIONS = (AdvantageProvider, AgentProvider, EnvironmentProvider, OptimizerProvider, PolicyLossProvider)
 """Kinds of parts that may be a function or class of the user, see `roll_core.plugins.targets.options_schema`."""
 
 

@@ -280,6 +280,10 @@ class TrainingArguments(Config):
     """Learning rate schedule after warm-up; names as in transformers."""
     lr_scheduler_kwargs: dict[str, FiniteFloat] = {}
     """Further arguments of the schedule, for example `min_lr_rate`."""
+    optimizer: str = "adamw"
+    """Optimizer: `adamw`, `sgd`, `muon`, one of a plugin, or a function of your own, `my_module:function`."""
+    optimizer_kwargs: dict[str, Any] = {}
+    """Options of the optimizer, other than the keys of AdamW below."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW weight decay. Not applied to biases and norms."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9

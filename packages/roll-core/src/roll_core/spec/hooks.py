@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         ImporterProvider,
         InferProvider,
         KnownErrorsProvider,
+        OptimizerProvider,
         PipelineProvider,
         PlatformProvider,
         PolicyLossProvider,
@@ -248,6 +249,22 @@ def roll_advantage_estimators() -> Iterable[AdvantageProvider]:
     @hookimpl
     def roll_advantage_estimators():
         yield AdvantageProvider(name="centred", target="acme:centred", summary="Reward less its mean")
+    ```
+    """
+    yield from ()
+
+
+@hookspec
+def roll_optimizers() -> Iterable[OptimizerProvider]:
+    """Offer optimizers, selected by `training_args.optimizer`.
+
+    ```python
+    def rmsprop(parameters, training, alpha=0.99):
+        return torch.optim.RMSprop(parameters.values(), lr=training.learning_rate, alpha=alpha)
+
+    @hookimpl
+    def roll_optimizers():
+        yield OptimizerProvider(name="rmsprop", target="acme:rmsprop", summary="RMSprop", elementwise=True)
     ```
     """
     yield from ()

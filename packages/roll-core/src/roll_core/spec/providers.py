@@ -61,6 +61,9 @@ class TrainCapabilities:
     `import_state`. Its package requires roll-modeling, which writes and reads the files."""
     router_replay: bool = False
     """Routes tokens to given experts: honours `ModelSpec.router_replay` and `MicroBatch.routed_experts_TMK`."""
+    optimizers: Literal["adamw", "elementwise", "any"] = "adamw"
+    """Optimizers besides AdamW that it runs: honours `TrainingSpec.optimizer`. `elementwise`: those of
+    `OptimizerProvider.elementwise`, because a rank has only shards of matrices."""
     any_world_size: bool = False
     """`load` accepts checkpoints saved by a different number of ranks."""
     weight_transports: tuple[str, ...] = ()
@@ -253,6 +256,15 @@ class PolicyLossProvider(Provider):
     """False if it has no importance ratio. `check` then warns about several optimizer steps per batch."""
     whole_rollouts: bool = False
     """True if it reads statistics of a whole rollout. The rows of a rollout are then in one microbatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerProvider(Provider):
+    """Offers an optimizer; `target` is a function, see `roll_core.spec.train.OptimizerFactory`."""
+
+    elementwise: bool = False
+    """True if the update of an element depends only on its own value, gradient and state. Strategies that shard
+    matrices run only such optimizers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,6 +225,10 @@ class TrainingSpec:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    optimizer: str = ""
+    """`"module:function"` of an `OptimizerFactory`; empty for AdamW. Only with `capabilities.optimizers`."""
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Options of that function, validated."""
     lr_scheduler_type: str = "linear"
     """Name of the schedule, as in transformers."""
     lr_scheduler_kwargs: Mapping[str, float] = field(default_factory=dict)
@@ -243,6 +247,19 @@ class TrainingSpec:
     the average compares with the same one in all optimizer steps of a batch."""
     max_grad_norm: float = 0.0
     """Global 2-norm to which gradients are clipped; 0 disables clipping."""
+
+
+class OptimizerFactory(Protocol):
+    """Function that makes an optimizer. Its further parameters are its options, `training_args.optimizer_kwargs`.
+
+    The result's state must consist of tensors, created by the first step; a 0-dimensional `step` counts steps. With
+    learning rate 0 and gradients of 0, a step must not change parameters. The strategy sets `lr` of the parameter
+    groups before each step, and saves the state of each parameter by its name.
+    """
+
+    def __call__(self, parameters: Mapping[str, Tensor], training: TrainingSpec) -> torch.optim.Optimizer:
+        """Make the optimizer of float32 leaf tensors, by the parameters' names."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

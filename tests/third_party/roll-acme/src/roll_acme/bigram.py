@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from roll_core.algorithms.optimizers import adamw
 from roll_core.errors import (
     CheckpointError,
     CorruptTensorError,
@@ -34,7 +35,7 @@ from roll_core.types import (
     WeightManifest,
     WeightReceipt,
 )
-from roll_modeling.optimizer import adamw, clip_factor, moments, schedule
+from roll_modeling.optimizer import clip_factor, moments, schedule
 from roll_modeling.task_model import finite_loss, plain_metrics
 
 
@@ -64,7 +65,7 @@ class BigramTrainStrategy(TrainStrategy):
         self.table_VV = torch.zeros(size, size, requires_grad=self.training is not None)
         self.steps = 0
         if self.training is not None:
-            self.optimizer = adamw([self.table_VV], self.training)
+            self.optimizer = adamw({"table": self.table_VV}, self.training)
             self.schedule = schedule(self.training)
 
     def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:

@@ -21,6 +21,7 @@ from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.platform import HOST_BACKEND
 from roll_core.spec.providers import (
     InferProvider,
+    OptimizerProvider,
     RewardProvider,
     TrainCapabilities,
     TrainProvider,
@@ -147,13 +148,17 @@ def lora_spec(args: ModelArguments) -> LoraSpec | None:
     )
 
 
-def training_spec(args: TrainingArguments, role: RoleSpec, max_grad_norm: float) -> TrainingSpec:
+def training_spec(
+    args: TrainingArguments, role: RoleSpec, max_grad_norm: float, optimizer: OptimizerProvider
+) -> TrainingSpec:
     """Optimizer settings of a role, with the warm-up in steps."""
     from roll_core.spec.train import TrainingSpec
 
     warmup = args.warmup_steps or math.ceil(args.warmup_ratio * role.num_steps)
     return TrainingSpec(
         learning_rate=args.learning_rate,
+        optimizer=optimizer.target,
+        optimizer_kwargs=args.optimizer_kwargs,
         weight_decay=args.weight_decay,
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
@@ -302,7 +307,14 @@ def _model_args(
 
     trained = role.kind == "train"
     return common | {
-        "training": training_spec(worker.training_args, role, config.max_grad_norm) if trained else None,
+        "training": training_spec(
+            worker.training_args,
+            role,
+            config.max_grad_norm,
+            registry.find(OptimizerProvider, worker.training_args.optimizer),
+        )
+        if trained
+        else None,
         "limits": BatchLimits(
             train_sequences=worker.training_args.per_device_train_batch_size,
             infer_sequences=worker.infer_batch_size,

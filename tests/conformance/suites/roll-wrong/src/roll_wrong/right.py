@@ -12,9 +12,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from roll_core.algorithms.optimizers import adamw
 from roll_core.errors import CheckpointError, DataError, ModelError, UnsupportedError
 from roll_core.spec.train import ParameterState, PortableState, StepStats, TokenOutputs, TrainStrategy
-from roll_modeling.optimizer import MOMENTS, adamw, clip_factor, moments, schedule
+from roll_modeling.optimizer import MOMENTS, clip_factor, moments, schedule
 from roll_modeling.portable_state import check_same
 from roll_modeling.task_model import finite_loss, plain_metrics
 from roll_wrong.board import put
@@ -52,7 +53,7 @@ class Right(TrainStrategy):
                 self.kept(each)
 
     def made_optimizer(self):
-        made = adamw(self.weights.values(), self.training)
+        made = adamw(self.weights, self.training)
         for each in self.weights.values():
             made.state[each].update(zip(MOMENTS, map(put, moments(made, each)), strict=True))
         return made

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 
+from roll_core.algorithms.optimizers import adamw
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import StepStats, TrainStrategy
 from roll_modeling.checkpoints import STATE, check_names, read_state, reading, write_json
 from roll_modeling.export import write_model
 from roll_modeling.model import load_model
-from roll_modeling.optimizer import adamw, clip_factor, moments, schedule
+from roll_modeling.optimizer import clip_factor, moments, schedule
 from roll_modeling.task_model import TaskModel, finite_loss, plain_metrics
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class AcmeStrategy(TrainStrategy):
         self.model = load_model(model, device=mesh.device).requires_grad_(self.training is not None)
         self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.chunk_tokens)
         if self.training is not None:
-            self.optimizer = adamw(self.model.parameters(), self.training)
+            self.optimizer = adamw(dict(self.model.named_parameters()), self.training)
             self.rate = schedule(self.training)
 
     @torch.no_grad()
