@@ -80,6 +80,55 @@ def test_everything_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "machine",
+    [
+        ("--slot-memory", "80", "--host-memory", "1000"),
+        ("--slot-memory", "80"),
+        ("--host-memory", "1000"),
+        ("--nodes", "1"),
+    ],
+)
+def test_a_run_for_another_machine_is_planned(
+    machine: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLL_PLUGINS", f"{HF_PACKAGES},roll-platform-cuda")
+    elsewhere = ["plan", "run.yaml", "platform=cuda", "--json"]
+    assert cli.main([*elsewhere, *machine]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["starts"], found["problems"], found["platform"]) == (True, [], "cuda")
+    assert cli.main(elsewhere) == 1
+
+
+def test_no_files_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "--host-memory", "8", "--no-files"]) == 0
+
+
+def test_slot_memory_of_slots_without_memory_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "run.yaml", "--slot-memory", "80"]) == 2
+    assert mentions(capsys.readouterr().err, "platform=cuda")
+
+
+def test_a_hub_id_without_files_is_unknown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLL_PLUGINS", f"{HF_PACKAGES},roll-platform-cuda")
+    hub = ["~sft_train.model_args.random_init", "pretrain=some-org/no-such-model", "platform=cuda"]
+    assert cli.main(["plan", "run.yaml", *hub, "--json", "--slot-memory", "80", "--host-memory", "1000"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["starts"], found["known"], found["fits"]) == (True, False, False)
+    assert mentions(found["memory"][0]["unknown"], "some-org/no-such-model", "config.json")
+
+
+@pytest.mark.parametrize("keys", ["[1]", '"llama"', '{"model_type": "llama", "hidden_size": "256"}'])
+def test_a_model_config_that_is_none_is_unknown(keys: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text(keys)
+    model = ["~sft_train.model_args.random_init", "pretrain=model", "--host-memory", "8", "--json"]
+    assert cli.main(["plan", "run.yaml", *model]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["known"]
+    assert mentions(found["memory"][0]["unknown"], "model/config.json")
+
+
+@pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
         ("--nodes", "0", "a whole number > 0"),

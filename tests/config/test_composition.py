@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 
 from roll_core.config import load
 from roll_core.config.compose import compose
@@ -310,6 +311,54 @@ def test_interpolations_that_repeat_a_long_text_are_refused(write):
     file = write(run=SFT + f"long: {50_000 * 'x'}\nname: {100 * '${long}'}\n")
     (problem,) = compose(file, (), REGISTRY).problems
     assert (problem.code, problem.key) == ("ROLL-C024", "name")
+
+
+@pytest.mark.timeout(60)
+def test_references_that_repeat_a_large_list_are_refused(write):
+    lists = [
+        f"large_0: &a0 [{', '.join(40 * 'x')}]",
+        *(f"large_{i}: &a{i} [{', '.join(15 * [f'*a{i - 1}'])}]" for i in (1, 2)),
+    ]
+    references = ", ".join(100 * ["'${large_2}'"])
+    file = write(run=SFT + "\n".join(lists) + f"\nname: [{references}]\n")
+    (problem,) = compose(file, (), REGISTRY).problems
+    assert (problem.code, problem.key) == ("ROLL-C024", "name.21")
+
+
+def test_hundreds_of_interpolations_are_resolved(write):
+    prompt = 800 * "word "
+    names = "".join(f"name_{i}: '${{prompt}} ${{seed}}'\n" for i in range(300))
+    composed = compose(write(run=f"{SFT}seed: 7\nprompt: {prompt}\n{names}"), (), REGISTRY)
+    assert composed.problems == ()
+    assert composed.data["name_299"] == f"{prompt.strip()} 7"
+
+
+def test_threads_compose_at_the_same_time(write):
+    original = Container.resolve_parse_tree
+    file = write(run=SFT + bomb("x", form="list"), plain=SFT + "seed: 7\nname: ${seed}\n")
+    plain = file.with_name("plain.yaml")
+    with ThreadPoolExecutor(8) as threads:
+        bombs = [threads.submit(compose, file, (), REGISTRY) for _ in range(2)]
+        others = [threads.submit(compose, plain, (), REGISTRY) for _ in range(20)]
+        direct = OmegaConf.create({"a": 1, "b": [*2_500 * ["${a}"]]})
+        assert OmegaConf.to_container(direct, resolve=True)["b"] == 2_500 * [1]
+        assert [len(each.result().problems) for each in bombs] == [1, 1]
+        assert [each.result().data["name"] for each in others] == 20 * [7]
+    assert Container.resolve_parse_tree is original
+
+
+def test_an_interrupted_composition_restores_omegaconf(write):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    original = Container.resolve_parse_tree
+    OmegaConf.register_new_resolver("interrupted", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compose(write(run=SFT + "name: ${interrupted:}\n"), (), REGISTRY)
+    finally:
+        OmegaConf.clear_resolver("interrupted")
+    assert Container.resolve_parse_tree is original
 
 
 def test_a_bomb_in_an_override_is_refused(write):

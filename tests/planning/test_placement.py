@@ -97,6 +97,18 @@ def test_more_slots_than_this_host_has_are_named(planned):
     assert mentions(problem, "actor_train", "slot 9", "8", "acc", "num_gpus_per_node", "16")
 
 
+def test_a_described_machine_has_more_slots_than_this_host(planned):
+    sixteen = (*ACC, "num_gpus_per_node=16", "actor_train.device_mapping=[9]", "actor_infer.device_mapping=[0]")
+    for machine in ({"num_nodes": 1}, {"slot_bytes": 80 << 30}, {"host_bytes": 80 << 30}):
+        assert planned(*sixteen, **machine).starts
+
+
+def test_a_described_machine_has_no_second_process(planned):
+    two = ("platform=cuda", "executor=local", "num_gpus_per_node=2", "actor_train.device_mapping=[0,1]")
+    (problem,) = planned(*two, slot_bytes=80 << 30).placement.problems
+    assert mentions(problem, "actor_train", "2 workers", "executor")
+
+
 def test_what_the_local_executor_refuses_is_a_problem(planned):
     found = planned("executor=local", "num_gpus_per_node=2", "actor_train.device_mapping=[0,1]")
     (problem,) = found.placement.problems

@@ -52,8 +52,9 @@ def test_a_recipe_passes_check_and_fits_its_hardware(name, tmp_path, monkeypatch
     (tmp_path / "config.json").write_text(json.dumps(model))
     overrides = {"pretrain": str(tmp_path)}
     assert roll.check(RECIPES / name, overrides, files=False).warnings == ()
-    planned = roll.plan(RECIPES / name, overrides, nodes=nodes, slot_memory_gib=slot, host_memory_gib=host)
+    planned = roll.plan(RECIPES / name, overrides, slot_memory_gib=slot, host_memory_gib=host)
     assert planned.fits
+    assert len(planned.plan.placement.nodes) == nodes
     assert planned.plan.known
     assert {round(each.parameters / 1e9, 3) for each in planned.plan.memory} == {billions}
     assert not roll.plan(RECIPES / name, overrides, nodes=nodes, slot_memory_gib=slot / 8, host_memory_gib=host).fits

@@ -30,6 +30,7 @@ def plan(words: Sequence[str], registry: Registry) -> int:
     parser.add_argument("--nodes", metavar="N", type=_count, help="number of nodes (default: only this host)")
     parser.add_argument("--slot-memory", metavar="GIB", type=_amount, help="free memory of a slot (default: measured)")
     parser.add_argument("--host-memory", metavar="GIB", type=_amount, help="free memory of a host (default: measured)")
+    parser.add_argument("--no-files", action="store_true", help="as for check; a plan never checks these files")
     configs, overrides, options = parse_configs(parser, words)
     if len(configs) != 1:
         parser.error("expected one config file")

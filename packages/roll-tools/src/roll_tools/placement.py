@@ -60,9 +60,17 @@ class Placement:
 
 
 def place(
-    config: RunConfig, provider: PipelineProvider, registry: Registry, *, num_nodes: int | None = None
+    config: RunConfig,
+    provider: PipelineProvider,
+    registry: Registry,
+    *,
+    num_nodes: int | None = None,
+    elsewhere: bool = False,
 ) -> Placement:
     """Place the workers of a config. `num_nodes` is the number of nodes, if the user gives it.
+
+    With `elsewhere`, the run is planned for other machines: they need not have this host's devices, nor this host
+    theirs.
 
     Most problems are returned in `Placement.problems`. Raises `PlacementError` if no placement can be computed at all.
     """
@@ -76,7 +84,7 @@ def place(
         if config.platform is None:
             raise
         platform, here = select_platform(registry, config.platform, elsewhere=True), False
-        if num_nodes is None:
+        if not elsewhere:
             problems.append(str(error))
     per_node = slots_per_node(platform, config.num_gpus_per_node)
     workers = {role.name: role_config(config, role.name) for role in pipeline.roles}
@@ -92,15 +100,15 @@ def place(
     if num_nodes is None and not clustered and here:
         num_nodes = 1
     if executor.in_process:
-        for role, each in places.items() if here else ():
+        for role, each in places.items():
             try:
-                check_local(role, workers[role].kind, each, platform, per_node)
+                check_local(role, workers[role].kind, each, platform, per_node, here=here and not elsewhere)
             except RollError as error:
                 problems.append(str(error))
         problems += [f"{apart}: executor {executor.name} has only one process"] if apart else ()
     elif num_nodes is not None:
         problems += _missing(places, platform, per_node, num_nodes)
-        if here and num_nodes == 1:
+        if here and num_nodes == 1 and not elsewhere:
             problems += _not_on_this_host(places, platform, per_node)
     try:
         weights = weight_choices(pipeline.roles, config, registry, executor, places)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.api import overrides_located
 from roll_core.config import load
-from roll_core.errors import RollError
+from roll_core.errors import PlacementError, RollError
 from roll_core.host import free_memory_bytes
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.providers import PipelineProvider
@@ -85,15 +85,19 @@ def make_plan(
 ) -> Plan:
     """Make the plan of a config.
 
-    `num_nodes`, `slot_bytes` and `host_bytes` describe the machines and override what is detected on this host.
-    Raises `PlacementError` if no placement can be computed.
+    `num_nodes`, `slot_bytes` and `host_bytes` describe the machines and override what is detected on this host. With
+    any of them, the run need not be possible on this host. Raises `PlacementError` if no placement can be computed.
     """
-    placement = place(loaded.config, loaded.pipeline, registry, num_nodes=num_nodes)
+    elsewhere = any(amount is not None for amount in (num_nodes, slot_bytes, host_bytes))
+    placement = place(loaded.config, loaded.pipeline, registry, num_nodes=num_nodes, elsewhere=elsewhere)
+    if slot_bytes is not None and placement.platform.slots_share_cores:
+        raise PlacementError(
+            f"slot memory was given, but slots of platform {placement.platform.name} have no memory of their own: set"
+            " platform to the other machine's (such as platform=cuda), or give only the memory of the host"
+        )
     if host_bytes is None and placement.here:
         host_bytes = free_memory_bytes()
-    if placement.platform.slots_share_cores:
-        slot_bytes = None
-    elif slot_bytes is None and placement.here:
+    if slot_bytes is None and placement.here and not placement.platform.slots_share_cores:
         slot_bytes = _free_on_slots(placement.platform)
     return plan_with(loaded.config, registry, placement, Capacity(host=host_bytes, slot=slot_bytes))
 

@@ -16,7 +16,7 @@ from roll_core.config.loading import strategy_config
 from roll_core.config.weight_transports import load_transport
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import tokens_of_template
-from roll_core.errors import ModelError, PluginError, RollError
+from roll_core.errors import ModelError, PluginError, RollError, one_line
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.workers.build import model_spec, offloads, provider_of
 from roll_core.spec.config import EngineRewardConfig
@@ -259,8 +259,8 @@ def _model_folder(path: str) -> Path:
         if isinstance(found, str):
             return Path(found).parent
         raise ModelError(
-            f"{path} is neither a directory nor in the Hugging Face cache, and a plan downloads nothing: download its"
-            " config.json, or set random_init with the same sizes"
+            f"{path} is neither a directory nor in the Hugging Face cache, and a plan downloads nothing: run"
+            f" hf download {path} config.json, or set the model to a directory that has its config.json"
         )
     raise ModelError(f"directory {path} does not exist: start the run that writes it first")
 
@@ -281,7 +281,12 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
         keys = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
-    return model_size({**keys, **spec.config_overrides}, task=spec.task, folder=folder)
+    try:
+        return model_size({**keys, **spec.config_overrides}, task=spec.task, folder=folder)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise ModelError(f"{file} does not describe a model: {one_line(error)}") from error
 
 
 def _library_size(spec: ModelSpec) -> ModelSize:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.overrides import apply_override, first_line, parse_overrides
@@ -39,8 +40,11 @@ MISSING = "???"
 _BROKEN = object()
 """Placeholder for interpolations that failed."""
 MAX_INTERPOLATIONS = 2_000
-"""Interpolations that one config may resolve, those inside of referred values included; 100 characters of a value count
-as one more. Eight lines of ten references each would resolve 100 million, at a millisecond each."""
+"""Interpolations that one config may resolve, those inside of referred values included. Eight lines of ten references
+each would resolve 100 million, at a millisecond each. 1,000 characters of a text, or 100 values of a mapping or list,
+count as one more."""
+_COUNTING = RLock()
+"""Held while OmegaConf's method is replaced: two threads would restore each other's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,20 +317,24 @@ class _Composition:
         from omegaconf.base import Container
 
         omegaconf: Any = Container
-        resolve = omegaconf.resolve_parse_tree
+        thread = get_ident()
+        with _COUNTING:
+            resolve = omegaconf.resolve_parse_tree
 
-        def counted(container: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.num_resolved > MAX_INTERPOLATIONS:
-                raise ValueError("too many interpolations")
-            value = resolve(container, *args, **kwargs)
-            self.num_resolved += 1 + (len(value) // 100 if isinstance(value, str) else 0)
-            return value
+            def counted(container: Any, *args: Any, **kwargs: Any) -> Any:
+                if get_ident() != thread:  # other code of this process uses OmegaConf, too
+                    return resolve(container, *args, **kwargs)
+                if self.num_resolved > MAX_INTERPOLATIONS:
+                    raise ValueError("too many interpolations")
+                value = resolve(container, *args, **kwargs)
+                self.num_resolved += 1 + (len(value) // 1_000 if isinstance(value, str) else _num_values(value) // 100)
+                return value
 
-        omegaconf.resolve_parse_tree = counted
-        try:
-            yield
-        finally:
-            omegaconf.resolve_parse_tree = resolve
+            omegaconf.resolve_parse_tree = counted
+            try:
+                yield
+            finally:
+                omegaconf.resolve_parse_tree = resolve
 
     def _unresolved(self, error: Exception, raw: str, path: KeyPath) -> ConfigProblem:
         if self.num_resolved > MAX_INTERPOLATIONS:
@@ -409,6 +417,16 @@ def _leaves(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from _leaves(each, (*path, str(key)))
     else:
         yield path, data
+
+
+def _num_values(node: Any) -> int:
+    """Number of values in what an interpolation refers to, without resolving any."""
+    from omegaconf import Container
+
+    content = node._content if isinstance(node, Container) else node
+    if not isinstance(content, (dict, list)):
+        return 1
+    return sum(map(_num_values, content.values() if isinstance(content, dict) else content))
 
 
 def _malformed(source: Source) -> list[ConfigProblem]:

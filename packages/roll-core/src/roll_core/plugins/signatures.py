@@ -14,6 +14,7 @@ import ast
 import gc
 import importlib.util
 import inspect
+import sys
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -77,8 +78,8 @@ def _missing_imports(module: str, seen: set[str]) -> str:
 @lru_cache(maxsize=1024)
 def _missing(module: str, name: str) -> str:
     """What is missing of a module and its attribute; empty if both exist, or if that is unknown without an import."""
-    if _spec(module) is None:
-        return f"there is no module {module}"
+    if _spec(module) is None:  # a module that a notebook or a test made has no file, but is imported already
+        return "" if module in sys.modules else f"there is no module {module}"
     source = _module_source(module)
     if source is None or not name:
         return ""

@@ -105,21 +105,24 @@ def slots_of(places: Iterable[Place]) -> frozenset[int]:
     return frozenset(slot for place in places for slot in place.slots)
 
 
-def check_local(role: str, kind: RoleKind, places: Sequence[Place], platform: Platform, per_node: int) -> None:
-    """Check that the local executor, one process on this host, can run the workers of a role.
+def check_local(
+    role: str, kind: RoleKind, places: Sequence[Place], platform: Platform, per_node: int, *, here: bool = True
+) -> None:
+    """Check that the local executor, one process, can run the workers of a role.
 
-    Raises `UnsupportedError` or `PlacementError`.
+    With `here`, the process is on this host, and may use only its devices. Raises `UnsupportedError` or
+    `PlacementError`.
     """
     if kind in ("train", "score") and len(places) > 1:
         raise UnsupportedError(
             f"{role} has {len(places)} workers, but the local executor supports one worker for a role that trains or"
             " scores: choose another executor, or give it one slot"
         )
-    here = per_node if platform.slots_share_cores else min(per_node, platform.device_count())
+    num_slots = min(per_node, platform.device_count()) if here and not platform.slots_share_cores else per_node
     for place in places:
         for slot in place.slots:
-            if slot >= here:
-                raise PlacementError(no_such_slot(role, slot, platform, here, 1))
+            if slot >= num_slots:
+                raise PlacementError(no_such_slot(role, slot, platform, num_slots, 1))
 
 
 def _slots_of_workers(worker: WorkerConfig, platform: Platform, computed: int | None) -> list[tuple[int, ...]]:

@@ -30,8 +30,10 @@ def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool =
     """
     if wanted is not None:
         platform = make_platform(registry.find(PlatformProvider, wanted))
+        if elsewhere:
+            return platform
         probe = _probe(platform, wanted)
-        if not probe.found and not elsewhere:
+        if not probe.found:
             raise PlacementError(
                 f"platform: {wanted} is not available on this host: {probe.why}. Run roll-core doctor for details, use"
                 " a host that has it, or set another platform"
