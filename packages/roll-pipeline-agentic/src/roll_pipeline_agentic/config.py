@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
 
-from roll_core.data.tokenizers import stored_chat_template
+from roll_core.data.tokenizers import has_tokenizer, stored_chat_template
 from roll_core.pipelines.config import RLVRConfig
 from roll_core.spec.config import (
     AdvantageOptions,
@@ -326,6 +326,8 @@ class AgenticConfig(RLVRConfig):
         if isinstance(source, str) and not os.path.exists(os.path.expanduser(source)):
             return {}  # of the Hub, or written by an earlier run, or reported as missing
         template = stored_chat_template(Path(source).expanduser()) if isinstance(source, str) else ""
+        if key != "tokenizer" and not template and not has_tokenizer(os.path.expanduser(str(source))):
+            return {}  # only a config.json, for a plan; a run reports the missing tokenizer
         if "tools" not in template:
             return {key: "its chat template describes none" if template else "it has no chat template"}
         if values.get("tool_format", "auto") == "auto" and tool_format_of(template) == "none":
