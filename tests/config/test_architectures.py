@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.cli import main as cli
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
@@ -23,6 +24,7 @@ from roll_modeling.architectures import (
     position_table,
 )
 from roll_strategy_megatron.config import MegatronConfig
+from roll_testing.errors import mentions
 
 RANDOM = """\
 pipeline: rlvr
@@ -83,12 +85,19 @@ def test_a_model_with_code_of_its_own_is_not_judged(here):
     assert found(STORED.replace("STRATEGY", "hf_train")) == []
 
 
-def test_a_role_with_an_environment_of_its_own_is_not_judged_by_the_packages_of_this_one(here):
+def test_a_role_with_an_environment_of_its_own_is_not_judged_by_the_packages_of_this_one(here, capsys):
     text = RANDOM.replace("TYPE", "qwen33").replace("STRATEGY", "hf_train")
     text = text.replace("{strategy_name: hf_infer}", f"{{strategy_name: hf_infer}}\n  environment: {sys.prefix}")
     (problem,) = found(text, "executor=ray")
     assert problem[0] == AT_RANDOM
     assert "actor_infer" not in problem[1]
+    # What is not compared is printed.
+    Path("run.yaml").write_text(text)
+    Path("rows.jsonl").write_text('{"prompt": "1+1", "ground_truth": "2"}\n')
+    assert cli.main(["check", "run.yaml", "executor=ray", "actor_train.model_args.random_init.model_type=qwen3"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "not checked" in line)
+    assert mentions(line, "actor_infer")
+    assert "actor_train" not in line
 
 
 def test_the_lists_are_those_by_which_the_auto_classes_of_transformers_choose():

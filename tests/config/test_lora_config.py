@@ -29,6 +29,7 @@ sft_train:
   data_args: {file_name: rows.jsonl}
   strategy_args: {strategy_name: hf_train}
 """
+TRAINER, ENGINE = "roll_strategy_hf.train:HFTrainStrategy", "roll_infer_hf.engine:HFInferStrategy"
 RLVR = """
 pipeline: rlvr
 use_kl_loss: true
@@ -47,16 +48,16 @@ def registry():
     """roll-core, strategies that have no adapters, and one that does not export them."""
     ways = ("shared",)
     providers = (
-        TrainProvider(name="plain_train", target="nowhere:Plain", summary="Whole models only"),
+        TrainProvider(name="plain_train", target=TRAINER, summary="Whole models only"),
         TrainProvider(
             name="merged_train",
-            target="nowhere:Merged",
+            target=TRAINER,
             summary="",
             capabilities=TrainCapabilities(lora=True, gradient_checkpointing=True, weight_transports=ways),
         ),
         InferProvider(
             name="plain_infer",
-            target="nowhere:Plain",
+            target=ENGINE,
             summary="",
             capabilities=InferCapabilities(weight_transports=ways),
         ),

@@ -274,11 +274,21 @@ def test_nothing_is_refused_where_vllm_is_not_installed_or_a_plugin_of_vllm_may_
     other = EntryPoint(name="mine", value="mine.models:register", group="vllm.general_plugins")
     with monkeypatch.context() as patch:
         patch.setattr("roll_infer_vllm.config.entry_points", lambda group: [other])
-        VllmConfig().check_architecture(wrong)
+        assert mentions(VllmConfig().check_architecture(wrong), "vLLM")
     with pytest.raises(ValueError, match="NoSuchForCausalLM"):
         VllmConfig().check_architecture(wrong)
     monkeypatch.setattr("roll_infer_vllm.config.package_folder", lambda name: None)
-    VllmConfig().check_architecture(wrong)
+    assert mentions(VllmConfig().check_architecture(wrong), "vLLM")
+
+
+def test_check_names_roles_whose_architecture_it_cannot_check(run, registry, monkeypatch):
+    monkeypatch.setattr("roll_core.config.parts.check_requirements", lambda record, owner: None)
+    config = run("{}")
+    assert load(config, [], load_registry(), needs=True).unchecked == ()
+    monkeypatch.setattr("roll_infer_vllm.config.package_folder", lambda name: None)
+    (reason,) = load(config, [], load_registry(), needs=True).unchecked
+    assert mentions(reason, "actor_infer", "vLLM")
+    assert load(config, [], load_registry()).unchecked == ()
 
 
 @pytest.mark.engine("vllm")

@@ -46,6 +46,46 @@ def test_a_mixture_of_experts_and_a_model_with_its_own_code_may_have_an_ep_size(
     load(file, [], registry())
 
 
+@pytest.mark.parametrize("key", ["ulysses_size", "ring_size"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "model_type: mamba2",
+        "model_type: gpt_oss",
+        "model_type: stablelm",
+        "model_type: qwen3_next",
+        "model_type: qwen3_5, text_config: {model_type: qwen3_5_text}",
+        "model_type: lfm2_vl, text_config: {model_type: lfm2, layer_types: [conv, full_attention]}",
+        "model_type: qwen3}, attn_implementation: eager, model_config_kwargs: {",
+    ],
+)
+def test_context_parallelism_needs_a_model_without_padding(tmp_path, key, model):
+    file = tmp_path / "run.yaml"
+    text = RUN.format(slots=4).replace("model_type: qwen3", model)
+    file.write_text(text.replace("tensor_model_parallel_size: 2, ulysses_size", key), encoding="utf-8")
+    with raises_error("ROLL-C018", f"{key} is 2", "padding", key="sft_train.strategy_args.strategy_config"):
+        load(file, [], registry())
+    load(file, [f"sft_train.strategy_args.strategy_config.{key}=1"], registry())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "model_type: qwen3",
+        "model_type: mistral3",
+        "model_type: granitemoehybrid, layer_types: [attention, attention]",
+        "model_type: llama4_text, attention_chunk_size: null",
+        "model_type: mamba2, auto_map: {AutoConfig: of.Mine}",
+        "model_type: of_mine",
+    ],
+)
+def test_context_parallelism_computes_models_without_padding(tmp_path, model):
+    file = tmp_path / "run.yaml"
+    text = RUN.format(slots=4).replace("model_type: qwen3", model)
+    file.write_text(text.replace("tensor_model_parallel_size: 2, ", ""), encoding="utf-8")
+    load(file, [], registry())
+
+
 def test_check_counts_replicas_and_not_ranks(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN.format(slots=8), encoding="utf-8")

@@ -68,9 +68,9 @@ class SglangConfig(_EngineKeys):
     """Address at which the server listens, including the OpenAI-compatible routes (`/v1`). All clients that can connect
     can generate. Updating weights and aborting requests of others need the worker's key."""
 
-    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+    def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` unless SGLang implements the architecture or can run its transformers module."""
-        check_engine(keys, _architectures(), self.engine)
+        return check_engine(keys, _architectures(), self.engine)
 
     def slots_per_worker(self) -> int | None:
         """Number of slots per worker: `tp_size`; None if it is not set and the role decides."""

@@ -88,9 +88,9 @@ class VllmConfig(_EngineKeys):
         """Format in which the trainer sends weights: `fp8` if `quantization` is set, otherwise the model's dtype."""
         return self.quantization or "dtype"
 
-    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+    def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` unless vLLM implements the architecture or can run its transformers module."""
-        check_engine(keys, _architectures(), self.engine)
+        return check_engine(keys, _architectures(), self.engine)
 
     def slots_per_worker(self) -> int:
         """Number of slots per worker: tensor × pipeline parallel size."""

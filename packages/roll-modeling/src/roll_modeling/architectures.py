@@ -38,6 +38,38 @@ TABLE = re.compile(
     r"|nn\.Embedding\((self\.)?max_position_embeddings|nn\.Embedding\((self\.)?max_positions"
 )
 """Code of transformers that makes a table of positions."""
+FLAT_ATTENTION = "roll_flat"
+"""Name in transformers of the attention over tokens without padding, see `attention.flat_attention`."""
+ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
+"""Values of `layer_types` of layers that mix tokens by attention alone."""
+MIXES_OTHERWISE = {
+    r"\bs_aux\b": "attention sinks",
+    r"\bposition_bias=": "a bias on attention by position",
+    r"\bcreate_chunked_causal_mask\b": "attention in chunks",
+}
+"""Code of transformers for attention that `attention.flat_attention` does not compute."""
+OTHER_LAYERS = re.compile(r"conv_state|recurrent_state|LightningAttention|RecurrentBlock|Indexer\(")
+"""Code of transformers for layers that mix tokens by states, convolutions or selected keys."""
+NEVER_FLAT = frozenset(
+    {
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "diffllama",
+        "doge",
+        "dory",
+        "jetmoe",
+        "marian",
+        "mbart",
+        "nemotron",
+        "pegasus",
+        "plbart",
+        "stablelm",
+        "whisper",
+    }
+)
+"""Types that cannot be computed flat for reasons that no pattern in their code shows."""
 CACHE_PARAMETERS = ("cache", "past_key_values")
 """Names of the parameter that takes a key-value cache: since transformers 5.24, and before."""
 
@@ -57,17 +89,21 @@ def check_buildable(keys: Mapping[str, Any], *mappings: str) -> None:
         raise ValueError(f"the installed transformers has no language model of model_type {model_type}{hint}")
 
 
-def check_engine(keys: Mapping[str, Any], known: frozenset[str], engine: str) -> None:
+def check_engine(keys: Mapping[str, Any], known: frozenset[str], engine: str) -> str | None:
     """Raise `ValueError` if an engine supports the architecture neither itself nor through transformers' module.
 
-    `known` are the class names that the engine implements; empty if unknown.
+    `known` are the class names that the engine implements; empty if unknown. Returns why nothing was compared if they
+    are unknown, else None.
     """
     given = keys.get("architectures") or _classes(CAUSAL_LM).get(str(keys.get("model_type")))
     names = [given] if isinstance(given, str) else given
-    if not known or not names or "auto_map" in keys:
-        return
+    if not known:
+        return f"{engine} is not installed here, or another package may add architectures to it"
+    if not names or "auto_map" in keys:
+        return None
     if not any(each in known or _takes_other_attention(each) for each in names):
         raise ValueError(f"the installed {engine} has no architecture {', '.join(map(str, names))}")
+    return None
 
 
 def check_cached(keys: Mapping[str, Any]) -> None:
@@ -79,6 +115,29 @@ def check_cached(keys: Mapping[str, Any]) -> None:
         signature = re.search(r"\n    def forward\((.*?)\n    \)", body, flags=re.DOTALL)
         if signature and not re.search(rf"\b({'|'.join(CACHE_PARAMETERS)})\b", signature[1]):
             raise ValueError(f"transformers' {name} does not support a key-value cache")
+
+
+def check_flat(keys: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a model of transformers that cannot be computed without padding, with the reason.
+
+    `Backbone` decides by running the model; this decides by its code. Models of unknown code pass.
+    """
+    text = keys.get("text_config")
+    keys = {**keys, **text} if isinstance(text, dict) else keys
+    model_type = str(keys.get("model_type"))
+    code = "" if "auto_map" in keys else _code(model_type)
+    mixing = [reason for pattern, reason in MIXES_OTHERWISE.items() if re.search(pattern, code)]
+    if "attention_chunk_size" in keys and not keys["attention_chunk_size"] and "attention in chunks" in mixing:
+        mixing.remove("attention in chunks")
+    layers = next((keys[name] for name in ("layer_types", "layers_block_type") if name in keys), None)
+    if OTHER_LAYERS.search(code) and not (isinstance(layers, list) and ATTENTION_LAYERS.issuperset(layers)):
+        mixing.append("layers other than attention (layer_types)")
+    # The layers of a model that builds its text model by `AutoModel` are in the directory of another type.
+    elsewhere = not code or "AutoModel" in code
+    if model_type in NEVER_FLAT or not (elsewhere or "ALL_ATTENTION_FUNCTIONS" in code):
+        mixing.append("code of its own around attention")
+    if mixing:
+        raise ValueError(f"a model of type {model_type} requires padding: it has {mixing[0]}")
 
 
 def key_problems(model_type: str, given: Mapping[str, Any]) -> dict[str, str]:
@@ -228,6 +287,24 @@ def _classes(mapping: str) -> Mapping[str, str]:
     named = {key: value for name, tree in values if name == mapping for key, value in pairs(tree)}
     by_config = {configs[key]: value for key, value in named.items() if key in configs}
     return {key: by_config[config] for key, config in configs.items() if config in by_config}
+
+
+@lru_cache
+def _code(model_type: str) -> str:
+    """Code of the classes that make up a language model of transformers; empty if it is not in the type's directory."""
+    folder, name = _folder(model_type), _classes(CAUSAL_LM).get(model_type) or _classes(IMAGE_TEXT).get(model_type)
+    classes: dict[str, str] = {}
+    for file in folder.glob("modeling_*.py") if folder else ():
+        text = file.read_text(encoding="utf-8")
+        found = re.finditer(r"^class (\w+).*?(?=^\S|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+        classes |= {match[1]: match[0] for match in found}
+    used, names = dict[str, str](), [str(name)]
+    while names:
+        name = names.pop()
+        if name in classes and name not in used:
+            used[name] = classes[name]
+            names += re.findall(r"\b[A-Z]\w+", classes[name])
+    return "\n".join(used.values())
 
 
 def _takes_other_attention(architecture: str) -> bool:

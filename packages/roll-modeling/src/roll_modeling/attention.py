@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from roll_core.errors import UnsupportedError
+from roll_modeling.architectures import FLAT_ATTENTION
 from roll_modeling.blocked_attention import blocked_attention, usable
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 
 
-NAME = "roll_flat"
+NAME = FLAT_ATTENTION
 """Name of this attention in transformers."""
 MIN_BLOCK = 512
 """Minimum queries of a block with a window; smaller blocks would be many small products."""

@@ -14,8 +14,10 @@ from roll_core.spec.config import Config, PositiveInt, StrategyConfig
 from roll_modeling.architectures import (
     CAUSAL_LM,
     CLASSIFIER,
+    FLAT_ATTENTION,
     IMAGE_TEXT,
     check_buildable,
+    check_flat,
     check_positions,
     has_experts,
     key_problems,
@@ -139,6 +141,23 @@ class FSDP2Config(StrategyConfig):
     def check_model(self, keys: Mapping[str, Any]) -> None:
         if self.ep_size > 1 and "model_type" in keys and "auto_map" not in keys and not has_experts(keys):
             raise ValueError(f"ep_size is {self.ep_size}, but a model of type {keys['model_type']} has no experts")
+        if self.context_size > 1:
+            try:
+                check_flat(keys)
+            except ValueError as error:
+                raise ValueError(self._needs_flat(str(error))) from error
+
+    @override
+    def check_model_args(self, given: Mapping[str, Any]) -> None:
+        attention = given.get("attn_implementation", "auto")
+        if self.context_size > 1 and attention not in ("auto", FLAT_ATTENTION):
+            raise ValueError(self._needs_flat(f"attn_implementation: {attention} requires padding (set it to auto)"))
+
+    def _needs_flat(self, reason: str) -> str:
+        return (
+            f"{self.context_key} is {self.context_size}, but {reason}; context parallelism supports only models without"
+            f" padding: remove {self.context_key}"
+        )
 
     def replica_arithmetic(self) -> str:
         """The product of the parallel sizes of one data-parallel group, for error messages."""

@@ -77,7 +77,7 @@ def check(
     further = FileCheck() if files else None
     with overrides_located():
         loaded = load(config, overrides, load_registry(disabled_plugins), further, needs=files)
-    return loaded if further is None else replace(loaded, unchecked=tuple(further.take_unchecked()))
+    return loaded if further is None else replace(loaded, unchecked=(*loaded.unchecked, *further.take_unchecked()))
 
 
 # -- shared with the command line --------------------------------------------------------------------------------------

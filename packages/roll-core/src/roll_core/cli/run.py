@@ -74,6 +74,7 @@ def check_configs(
             placed = [replace(each, where=place_of(each.where, config, configs)) for each in loaded.warnings]
             sys.stderr.writelines(f"{line}\n" for line in warnings_of(replace(loaded, warnings=tuple(placed))))
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
+            sys.stdout.writelines(f"{config}: not checked: {reason}\n" for reason in loaded.unchecked)
         for reason in further.take_unchecked() if further is not None else ():
             sys.stdout.write(f"{config}: not checked: {reason}\n")
     if mistakes:

@@ -41,7 +41,7 @@ class LoadedConfig:
     warnings: tuple[ConfigProblem, ...] = ()
     """Valid but probably unintended values, see `RunConfig.warnings`."""
     unchecked: tuple[str, ...] = ()
-    """Checks of files that timed out, each with its reason."""
+    """Checks that timed out or could not be made here, each with its reason."""
 
 
 def load(
@@ -68,7 +68,7 @@ def load(
 
         source = plain_values(source)
     composed = compose(source if isinstance(source, Mapping) else Path(source), overrides, registry)
-    config, pipeline = validate(composed, registry, extra_check, needs=needs)
+    config, pipeline, unchecked = validate(composed, registry, extra_check, needs=needs)
     if lacking := list(_lacking(config, composed, registry)):
         raise ConfigError(lacking)
     names = {key: getattr(config, key, None) for key in NAMED_PARTS}
@@ -81,7 +81,9 @@ def load(
             **config.warnings(parts),
         }.items()
     )
-    return LoadedConfig(config=config, pipeline=pipeline, sources=composed.files, warnings=warnings)
+    return LoadedConfig(
+        config=config, pipeline=pipeline, sources=composed.files, warnings=warnings, unchecked=unchecked
+    )
 
 
 def _beyond_positions(config: RunConfig) -> dict[str, str]:

@@ -43,6 +43,8 @@ class Parts:
     data: dict[Any, Any]
     """The composed values; a validated part replaces its raw values."""
     found: list[Finding] = field(default_factory=list)
+    unchecked: dict[str, list[str]] = field(default_factory=dict)
+    """Roles whose model's architecture could not be checked, by reason."""
     cause: BaseException | None = None
     """Exception of a plugin that failed to load, if a requested part is missing because of it."""
     suggestions: int = 0

@@ -383,11 +383,15 @@ class StrategyCheck:
     def _check_architecture(self, source: KeyPath, keys: Mapping[str, Any]) -> None:
         """Check that the packages in this environment support the model's architecture, if the role's workers run in
         it. The role at `source` names the model."""
+        role = ".".join(self.path)
         if not self.parts.runs_here(self.role):
+            if self.parts.check_needs:
+                self.parts.unchecked.setdefault("its workers run in another environment", []).append(role)
             return
         model = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
         try:
-            self.strategy.check_architecture(keys)
+            if reason := self.strategy.check_architecture(keys):
+                self.parts.unchecked.setdefault(reason, []).append(role)
             self._check_keys((*source, "model_args"), model if isinstance(model, dict) else {}, keys)
         except ValueError as error:
             at: KeyPath = ("pretrain",)
@@ -396,7 +400,7 @@ class StrategyCheck:
                     at = (*source, "model_args", "random_init", "model_type")
                 elif "model_name_or_path" in model:
                     at = (*source, "model_args", "model_name_or_path")
-            self.report(at, f"{self.provider.name} of {'.'.join(self.path)}: {error}", code="ROLL-C018")
+            self.report(at, f"{self.provider.name} of {role}: {error}", code="ROLL-C018")
 
     def _check_keys(self, path: KeyPath, model: dict[Any, Any], keys: Mapping[str, Any]) -> None:
         """Report the mistakes in keys of the model's config that `model_args`, at `path`, set."""

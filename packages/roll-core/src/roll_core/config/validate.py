@@ -71,9 +71,11 @@ ExtraCheck = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
 
 def validate(
     composed: ComposedConfig, registry: Registry, extra_check: ExtraCheck | None = None, *, needs: bool
-) -> tuple[RunConfig, PipelineProvider]:
-    """The pipeline's validated config, and its provider. Raises `ConfigError` with all problems, in the order of the
-    files."""
+) -> tuple[RunConfig, PipelineProvider, tuple[str, ...]]:
+    """The pipeline's validated config, its provider, and what was not checked.
+
+    Raises `ConfigError` with all problems, in the order of the files.
+    """
     data = deepcopy(composed.data)
     for path in composed.broken:
         take_out(data, path)
@@ -103,7 +105,8 @@ def validate(
         parts.found += extra_check(schema, data)
     if parts.found or config is None or composed.problems:
         raise _error(parts, schema)
-    return _restore_name(config, "pipeline", name), provider
+    unchecked = [f"{', '.join(roles)}: the model's architecture: {why}" for why, roles in parts.unchecked.items()]
+    return _restore_name(config, "pipeline", name), provider, tuple(unchecked)
 
 
 def _pipeline(parts: Parts) -> PipelineProvider | None:

@@ -140,13 +140,14 @@ class StrategyConfig(Config):
         before anything is loaded.
         """
 
-    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+    def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` if the installed packages do not support the model's architecture. `keys` as for
-        `check_model`.
+        `check_model`. If it cannot be known here, return the reason, which `check` prints as `not checked`; else None.
 
         Not called for a role with its own `environment`, nor by `check --no-files`. Reads the packages' files instead
         of importing them; `roll_modeling.architectures` helps.
         """
+        return None
 
     def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
         """Mistakes in `given`, keys of a transformers config that the run's config sets, each with its reason. Called
