@@ -3,17 +3,19 @@
 import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from rollout_fleet import ask, engine, in_virtual_time, request, right_tokens
 
-from roll_core.errors import WeightSyncError, WorkerDiedError
+from roll_core.errors import WeightSyncError, WorkerDiedError, WorkerTimeoutError
 from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.run.roles import ATTEMPTS, GroupInferRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.spec.config import WorkerConfig
 from roll_core.spec.providers import InferCapabilities
-from roll_testing.errors import raises_error
+from roll_testing.errors import mentions, raises_error
 
 
 class NoWorkers:
@@ -197,6 +199,64 @@ def test_a_replica_that_dies_while_it_makes_room_is_no_error_of_those_who_want_i
         ending = GroupInferRole("actor_infer", WorkerConfig(), Group({1}, survives=False))
         with raises_error(WorkerDiedError, "rank 1"):
             await getattr(ending, method)(frozenset({"engine"}))
+
+    in_virtual_time(main)
+
+
+class Stopped(Group):
+    """Workers of which those of `stopped` reply to nothing before its deadline."""
+
+    def __init__(self, world_size, stopped, *, survives="always", survives_all=True):
+        super().__init__(set())
+        self.world_size, self.stopped, self.survives_all = world_size, stopped, survives_all
+        self.spec, self.killed = SimpleNamespace(survives=survives), []
+
+    async def call(self, method, calls, deadline_s=None):
+        (rank,) = calls
+        if rank in self.stopped:
+            await asyncio.sleep(deadline_s)
+            raise WorkerTimeoutError(self.role, method, deadline_s, [rank], ["here"])
+        return await super().call(method, calls, deadline_s)
+
+    async def kill(self, rank, cause):
+        self.killed.append((rank, cause))
+        self.lost |= {rank}
+        return death(rank)
+
+
+@pytest.mark.parametrize("method", ["offload", "onload"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_replica_that_does_not_sleep_or_wake_is_killed(method, world_size):
+    async def main():
+        group = Stopped(world_size, {world_size - 1})
+        queue = partial(RequestQueue, timeouts=HealthTimeouts(token_s=30.0))
+        role = GroupInferRole("actor_infer", WorkerConfig(), group, queue=queue)
+        await getattr(role, method)(frozenset({"engine"}))
+        assert asyncio.get_running_loop().time() == 30
+        ((rank, why),) = group.killed
+        assert rank == world_size - 1
+        assert mentions(why, "30 s", "replica_timeout")
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "late", "stopped", "survives_all", "killed"),
+    [
+        (1, [0], {0}, True, [0]),
+        (1, [0], set(), True, []),  # its worker replies: the timeout may be too short
+        (1, [0], {0}, False, []),
+        (2, [0, 1], {1}, True, [1]),
+        (2, [1], set(), False, [1]),
+        (2, [], set(), True, []),
+    ],
+)
+def test_the_last_replicas_are_killed_if_they_do_not_reply(world_size, late, stopped, survives_all, killed):
+    async def main():
+        group = Stopped(world_size, stopped, survives_all=survives_all)
+        role = GroupInferRole("actor_infer", WorkerConfig(), group)
+        assert await role.give_up(late, "late") == bool(killed)
+        assert [rank for rank, _ in group.killed] == killed
 
     in_virtual_time(main)
 

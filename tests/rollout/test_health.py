@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from rollout_fleet import PROMPT, ask, engine, in_virtual_time, length_of, request, right_tokens
 
-from roll_core.errors import WorkerHungError
+from roll_core.errors import WorkerDiedError, WorkerHungError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_testing.errors import mentions
@@ -201,6 +201,68 @@ def test_time_without_work_and_time_in_which_weights_are_replaced_do_not_count()
             await asyncio.sleep(4)
         check(await waiting)
         assert queue.num_lost_replicas == 0
+        await queue.close()
+
+    in_virtual_time(main)
+
+
+def test_an_idle_replica_that_stops_replying_is_terminated():
+    async def main():
+        stopped, silent, running = made(Deaf, "0"), made(Silent, "1"), engine("2")
+        queue = fleet([stopped, silent])
+        queue.watch()
+        queue.add(running)
+        await asyncio.sleep(100)
+        assert queue.num_lost_replicas == 0
+        stopped.hang()
+        await asyncio.sleep(9)
+        assert queue.num_lost_replicas == 0
+        await asyncio.sleep(5)
+        assert queue.num_lost_replicas == 1
+        assert stopped.dead
+        check(await answers(queue, [request(f"r{i}") for i in range(4)]))
+        assert not silent.dead
+        assert not running.dead
+        await queue.close()
+
+    in_virtual_time(main)
+
+
+def test_an_idle_replica_that_exited_is_not_terminated():
+    class Exited(SimulatedEngine):
+        async def progress(self):
+            raise WorkerDiedError("actor_infer", 0, "here", "progress", "it was killed", "")
+
+        async def terminate(self, why):
+            raise AssertionError(why)
+
+    async def main():
+        exited, other = made(Exited, "0"), engine("1")
+        queue = fleet([exited, other])
+        queue.watch()
+        await asyncio.sleep(100)
+        assert queue.num_lost_replicas == 0
+        queue.remove(exited)
+        assert queue.num_lost_replicas == 1
+        await queue.close()
+
+    in_virtual_time(main)
+
+
+def test_an_only_idle_replica_that_stops_replying_is_awaited():
+    async def main():
+        stopped, replacement = made(Deaf, "0"), engine("1")
+        queue = RequestQueue(
+            [stopped], progress_s=0.5, timeouts=HealthTimeouts(token_s=10.0), survives_all=lambda: True
+        )
+        queue.watch()
+        stopped.hang()
+        await asyncio.sleep(20)
+        assert queue.no_replicas.is_set()
+        waiting = asyncio.ensure_future(answers(queue, [request("a")]))
+        await asyncio.sleep(1)
+        queue.add(replacement)
+        check(await waiting)
         await queue.close()
 
     in_virtual_time(main)

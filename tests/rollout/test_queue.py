@@ -220,6 +220,7 @@ def test_where_all_replicas_die_requests_wait_for_the_next_one_and_go_on_from_th
         assert any(set(each) == {0, 1} for each in versions)  # what was told of is not drawn again
         assert queue.finished == {"completed": 7}
         assert queue.num_lost_replicas == 2
+        await queue.close()
 
     in_virtual_time(main)
 

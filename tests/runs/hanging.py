@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -22,8 +23,8 @@ ROLL_HOOK_API = 1
 class HangingConfig(HFInferConfig):
     """As the embedded engine's."""
 
-    how: Literal["engine", "process"] = "engine"
-    """What hangs: the thread that computes, or all of its process."""
+    how: Literal["engine", "process", "idle"] = "engine"
+    """What hangs: the thread that computes, or all of its process, while it samples or (`idle`) after a step."""
     rank: int = 0
     mark: str = ""
     """A file that is there once it has hung."""
@@ -32,7 +33,7 @@ class HangingConfig(HFInferConfig):
 class HangingEngine(HFInferStrategy):
     def _work(self, commands):
         core = self._ready_core
-        if self._mesh.rank == self.config.rank and core.version >= 2 and core.busy:
+        if self.config.how != "idle" and self._mesh.rank == self.config.rank and core.version >= 2 and core.busy:
             with contextlib.suppress(FileExistsError):
                 Path(self.config.mark).touch(exist_ok=False)
                 if self.config.how == "process":
@@ -40,6 +41,14 @@ class HangingEngine(HFInferStrategy):
                 while Path(self.config.mark).exists():
                     time.sleep(0.05)
         return super()._work(commands)
+
+    def metrics(self):
+        """Metrics are read once a step, after the requests."""
+        if self.config.how == "idle" and self._mesh.rank == self.config.rank and self._ready_core.version >= 2:
+            with contextlib.suppress(FileExistsError):
+                Path(self.config.mark).touch(exist_ok=False)
+                asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGSTOP)
+        return super().metrics()
 
 
 @hookimpl

@@ -85,3 +85,18 @@ def test_a_replica_that_hangs_while_weights_are_published_is_replaced_then(hangi
     log = result.run_dir.log.read_text(encoding="utf-8")
     assert mentions(log, "actor_infer rank 1")
     assert re.search(r"actor_infer rank 1: .*\(pid \d+\)", log)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_engine_stopped_between_steps_is_replaced(hanging, ray_runs, shared):
+    """An engine with shared slots must wake for the next publish; one with its own slots must receive it."""
+    config = hanging(ray_runs, "idle", 0, num_gpus_per_node=2, replica_timeout=20.0, model_update_timeout=20.0)
+    config["max_steps"] = 4
+    config["actor_infer"]["device_mapping"] = [0 if shared else 1]
+    result = ray_runs.ok(config)
+    assert (ray_runs.folder / "hung").exists()
+    lines = ray_runs.metrics(result)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["rollout/lost_replicas"] == 1
+    log = result.run_dir.log.read_text(encoding="utf-8")
+    assert re.search(r"actor_infer rank 0: .*\(pid \d+\)", log)

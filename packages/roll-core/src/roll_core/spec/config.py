@@ -1040,7 +1040,8 @@ class RunConfig(Config):
     """Timeout in seconds of calls to workers. Generation has no timeout: see `replica_timeout`."""
     replica_timeout: PositiveFloat = 900.0
     """Seconds without new tokens or responses after which a busy engine replica is killed and replaced. If the engine
-    does not report progress, only responses count, and they may take `rpc_timeout`."""
+    does not report progress, only responses count, and they may take `rpc_timeout`. Also the timeout for an idle
+    replica's reply to health checks, and for an engine to sleep and to wake."""
     router_args: RouterArguments = RouterArguments()
     """How requests are distributed over an engine's replicas."""
     max_running_requests: PositiveInt | None = None

@@ -65,8 +65,8 @@ class RequestQueue:
         `expand` requests each output separately, which spreads a group over replicas and computes its prompt on each.
         `max_running` implies it, since replicas do not report which outputs of a request have ended.
 
-        Busy replicas are polled for progress every `progress_s` seconds (0: never). Reported tokens are kept if the
-        replica is lost; a replica without progress for longer than `timeouts` is terminated.
+        Replicas are polled for progress every `progress_s` seconds (0: never). Reported tokens are kept if the replica
+        is lost; a replica without progress, or an idle one without a reply, for longer than `timeouts` is terminated.
 
         Once no replica is alive, all requests fail with the last replica's error. If replacements will be added
         (`survives_all`), requests wait instead and `no_replicas` is set.
@@ -94,9 +94,16 @@ class RequestQueue:
         for replica in replicas:
             self._router.add(ReplicaSlot(replica, next(self._numbers)))
 
+    def watch(self) -> None:
+        """Start health checks of all replicas, whose engines have started. Idle ones are checked too."""
+        for slot in self._router.slots.values():
+            self._monitor.start(slot)
+
     def add(self, replica: Replica) -> None:
-        """Add a replica and dispatch queued requests to it."""
-        self._router.add(ReplicaSlot(replica, next(self._numbers)))
+        """Add a replica and dispatch queued requests to it. Starts its health checks."""
+        slot = ReplicaSlot(replica, next(self._numbers))
+        self._router.add(slot)
+        self._monitor.start(slot)
         self.no_replicas.clear()
         self._dispatch_soon()
 
@@ -218,6 +225,11 @@ class RequestQueue:
     def error(self) -> WorkerDiedError | None:
         """`WorkerDiedError` of the last replica, once no replica is alive; otherwise None."""
         return None if self._router.slots else self._last_error
+
+    @property
+    def timeouts(self) -> HealthTimeouts:
+        """Timeouts of the replicas' health checks."""
+        return self._monitor.timeouts
 
     @property
     def num_pending(self) -> int:

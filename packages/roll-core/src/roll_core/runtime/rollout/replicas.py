@@ -1,7 +1,7 @@
 """Replicas of an engine: routing of sub-requests and health checks.
 
     RequestQueue ── Router.choose ──► ReplicaSlot: Replica.submit ──► result, or the replica exited
-    HealthMonitor ── progress() of each busy slot ──► more tokens? ── none for too long ──► terminate
+    HealthMonitor ── progress() of each slot ──► busy: more tokens? idle: a reply? ── none for too long ──► terminate
 
 Everything here runs on one event loop and does not depend on an engine: replicas are workers of a role, or simulated.
 """
@@ -184,6 +184,8 @@ class ReplicaSlot:
     """Observed time without a heartbeat."""
     reports: bool = True
     """False if its engine does not report progress."""
+    exited: bool = False
+    """True if a health check found that its worker exited. Its next request fails, which removes it."""
     warned: bool = False
     """True if a failed progress report was logged."""
 
@@ -259,13 +261,13 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthTimeouts:
-    """Maximum seconds without a heartbeat for a replica that has work.
+    """Maximum seconds without a heartbeat.
 
     Requests have no deadline, because they may wait long in the engine's queue.
     """
 
     token_s: float = math.inf
-    """Maximum seconds without a new token or a result (`replica_timeout`)."""
+    """Maximum seconds without a new token or a result, and of an idle replica without a reply (`replica_timeout`)."""
     result_s: float = math.inf
     """Maximum seconds without a result, for engines that do not report progress (`rpc_timeout`)."""
 
@@ -274,21 +276,25 @@ NO_TIMEOUTS = HealthTimeouts()
 
 
 class HealthMonitor:
-    """Polls the progress of each busy replica in a separate task, so that a hanging replica does not delay others."""
+    """Polls the progress of each replica in a separate task, so that a hanging replica does not delay others.
+
+    New tokens and results are heartbeats of a busy replica. Any reply is a heartbeat of an idle one.
+    """
 
     def __init__(
         self, timeouts: HealthTimeouts, poll_s: float, terminate: Callable[[ReplicaSlot, str], Awaitable[None]]
     ) -> None:
         """Poll every `poll_s` seconds; 0 disables polling. `terminate` is called with the slot and the reason."""
-        self._timeouts, self._poll_s, self._terminate = timeouts, poll_s, terminate
+        self.timeouts, self._poll_s, self._terminate = timeouts, poll_s, terminate
         self._limit_s = max(poll_s, timeouts.token_s / POLLS)
         self._tasks: dict[ReplicaSlot, asyncio.Task[None]] = {}
         self._streams: dict[ReplicaSlot, asyncio.Task[None]] = {}
         self._suspended = 0
 
     def start(self, slot: ReplicaSlot) -> None:
-        """Start health checks of a slot that has work."""
+        """Start health checks of a slot whose engine has started. Idempotent."""
         if self._poll_s and slot not in self._tasks:
+            self.heartbeat(slot)
             self._tasks[slot] = background(self._watch(slot), name=f"{slot.replica.name}: progress")
         if _has_streams(slot) and slot not in self._streams:
             self._streams[slot] = background(self._stream(slot), name=f"{slot.replica.name}: streams")
@@ -316,7 +322,7 @@ class HealthMonitor:
         TRACE.set(None)  # a span per poll would hide those of the requests
         try:
             pause_s, checked_at = self._poll_s, slot.heartbeat_at
-            while slot.alive and slot.running:
+            while slot.alive and not slot.exited:
                 await asyncio.sleep(pause_s)
                 took_s = await self._poll(slot)
                 now, longest_s = asyncio.get_running_loop().time(), pause_s + self._limit_s
@@ -346,17 +352,21 @@ class HealthMonitor:
         time = asyncio.get_running_loop().time
         begun, limit_s = time(), None if self._limit_s == math.inf else self._limit_s
         try:
-            reported = await asyncio.wait_for(slot.replica.progress(), limit_s)
+            async with asyncio.timeout(limit_s):  # Python 3.11's `wait_for` may swallow a cancellation by `close`
+                reported = await slot.replica.progress()
         except InvalidCompletionError:
             raise
         except (TimeoutError, WorkerDiedError) as error:  # a lost replica's requests fail with its error
             log.debug("%s: progress report failed: %r", slot.replica.name, error)
+            slot.exited = isinstance(error, WorkerDiedError)
             return 0.0
         except RollError as error:
+            self._replied(slot)
             if not slot.warned:
                 slot.warned = True
                 log.warning("%s: progress report failed: %s", slot.replica.name, error)
             return 0.0
+        self._replied(slot)
         slot.reports = reported is not None
         for completion in reported or ():
             sub = slot.running.get(completion.id)
@@ -364,14 +374,21 @@ class HealthMonitor:
                 self.heartbeat(slot)
         return time() - begun
 
+    def _replied(self, slot: ReplicaSlot) -> None:
+        if not slot.running:  # otherwise its engine may hang although its worker replies
+            self.heartbeat(slot)
+
     def _timeout(self, slot: ReplicaSlot) -> str:
         """Reason for terminating the replica; empty if it is healthy."""
-        if self._suspended or not slot.running or not slot.alive:
+        if self._suspended or not slot.alive or slot.exited:
             return ""
-        limit_s = self._timeouts.token_s if slot.reports else self._timeouts.result_s
+        by_reply = slot.reports or not slot.running
+        limit_s = self.timeouts.token_s if by_reply else self.timeouts.result_s
         silent_s = slot.silent_s
         if silent_s < limit_s:
             return ""
+        if not slot.running:
+            return f"no reply to health checks for {silent_s:.0f} s, replica_timeout allows {limit_s:g} s"
         first, *others = slot.running
         work = f"the request {first}" + (f" and {len(others)} more" if others else "")
         if slot.reports:

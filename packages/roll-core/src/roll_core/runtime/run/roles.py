@@ -8,7 +8,7 @@ import logging
 import math
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from roll_core.runtime.cluster.executors.base import WorkerCall, WorkerGroup
+    from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.cluster.memory_use import MemoryUse
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
@@ -57,6 +57,8 @@ PORTABLE = "portable"
 """Folder of the portable state in a checkpoint, beside the folders `rank-<n>`."""
 METRICS_S = 10.0
 """Timeout in seconds for a replica's metrics; the next step waits for them."""
+HEALTH_CHECK_S = 10.0
+"""Timeout in seconds for a replica's reply after it missed the deadline of a publish."""
 
 
 class GroupTrainRole(TrainRole):
@@ -392,16 +394,23 @@ class GroupInferRole(InferRole):
     async def offload(self, parts: frozenset[str]) -> None:
         """Put every replica to sleep, which frees the slots' memory and discards the weights."""
         self.has_weights = False
-        await self._call_survivors(self._workers(InferWorker.sleep))
+        await self._call_survivors(partial(self._call_in_time, InferWorker.sleep))
 
     async def onload(self, parts: frozenset[str]) -> None:
         """Wake every replica. It has no weights until the next publish."""
-        await self._call_survivors(self._workers(InferWorker.wake))
+        await self._call_survivors(partial(self._call_in_time, InferWorker.wake))
 
-    async def _call_survivors(self, call: WorkerCall[[], R], *ignored: type[RollError]) -> list[R]:
-        """Call every live replica. Omits a replica that exits during the call; `revive` restarts it later."""
+    async def _call_in_time(self, method: Callable[[InferWorker], Coroutine[Any, Any, None]], rank: int) -> None:
+        """Call a replica, and kill it if it does not return within `replica_timeout`."""
+        try:
+            await self._workers(method, self.queue.timeouts.token_s).at(rank)
+        except WorkerTimeoutError as error:
+            raise await self.group.kill(rank, f"{error} (replica_timeout)") from error
+
+    async def _call_survivors(self, call: Callable[[int], Awaitable[R]], *ignored: type[RollError]) -> list[R]:
+        """Call every live rank. Omits a replica that exits during the call; `revive` restarts it later."""
         ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
-        outcomes = await asyncio.gather(*[call.at(rank) for rank in ranks], return_exceptions=True)
+        outcomes = await asyncio.gather(*[call(rank) for rank in ranks], return_exceptions=True)
         found: list[R] = []
         for rank, outcome in zip(ranks, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
@@ -418,6 +427,7 @@ class GroupInferRole(InferRole):
         if self.capabilities.endpoint:
             for rank, url in enumerate(await self._workers(InferWorker.endpoint).all()):
                 log.info("%s rank %d serves OpenAI's API at %s", self.name, rank, url)
+        self.queue.watch()
 
     async def revive(self) -> None:
         """Restart replicas whose workers exited. They receive requests after the next publish (`received`)."""
@@ -436,14 +446,22 @@ class GroupInferRole(InferRole):
     async def give_up(self, ranks: Sequence[int], why: str) -> bool:
         """Kill hanging replicas, as if their workers had exited. Returns True if any worker of the group is lost.
 
-        Does nothing and returns False if no other replica would be alive, or if the role cannot survive a lost worker.
+        If no other replica is alive, the sender may be at fault, or the timeout too short. Only replicas whose workers
+        do not reply to a health check are killed then. Kills none if the role cannot survive their loss.
         """
         living = set(range(self.group.world_size)) - self.group.lost
-        if not (ranks and self.group.spec.survives != "never" and living > set(ranks)):
-            return False
-        for rank in ranks:
-            await self.group.kill(rank, why)
+        if not living > set(ranks):
+            ranks = await self._unresponsive(ranks) if self.group.survives_all else ()
+        if self.group.spec.survives != "never":
+            for rank in ranks:
+                await self.group.kill(rank, why)
         return bool(self.group.lost)
+
+    async def _unresponsive(self, ranks: Sequence[int]) -> list[int]:
+        """Ranks whose workers do not reply within `HEALTH_CHECK_S`."""
+        checks = [self._workers(InferWorker.progress, HEALTH_CHECK_S).at(rank) for rank in ranks]
+        outcomes = zip(ranks, await asyncio.gather(*checks, return_exceptions=True), strict=True)
+        return [rank for rank, outcome in outcomes if isinstance(outcome, WorkerTimeoutError)]
 
     def received(self, version: int) -> None:
         """Record that weights of this version were published, and add restarted replicas to the request queue."""
@@ -543,7 +561,7 @@ class GroupInferRole(InferRole):
         Omits replicas that exit or do not respond within `METRICS_S`. The request queue's health checks detect hangs.
         """
         metrics = self._workers(InferWorker.metrics, METRICS_S)
-        return join_readings(await self._call_survivors(metrics, WorkerTimeoutError))
+        return join_readings(await self._call_survivors(metrics.at, WorkerTimeoutError))
 
 
 def group_order(sequences: Sequence[TrainSequence], seed: int | None, epoch: int) -> list[list[int]]:
