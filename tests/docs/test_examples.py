@@ -346,6 +346,23 @@ def test_a_normaliser_of_the_user_changes_the_rewards_of_an_estimator(tmp_path, 
     assert options_schema(provider)().model_dump() == {"reward_bound": 3.0}
 
 
+def test_an_optimizer_of_the_user_steps_by_signs(tmp_path, monkeypatch):
+    import torch
+
+    from roll_core.spec.train import TrainingSpec
+    from roll_modeling.optimizer import create_optimizer
+
+    (tmp_path / "my_optimizers.py").write_text(example("docs/plugins.md", "class Lion"), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    weight.grad = torch.tensor([0.5, -4.0, 0.0])
+    training = TrainingSpec(learning_rate=0.1, optimizer="my_optimizers:lion", optimizer_kwargs={"beta2": 0.5})
+    optimizer = create_optimizer({"weight": weight}, training)
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([0.9, 2.1, 3.0])
+    assert optimizer.state[weight]["exp_avg"].tolist() == [0.25, -2.0, 0.0]
+
+
 def test_a_policy_loss_of_the_user_equals_ppo():
     from types import SimpleNamespace
 

@@ -40,6 +40,7 @@ def signature_problem(record: Provider) -> str:
     """Why the target of a record cannot be called as its contract requires; empty if it can or is not checked."""
     if record.target.startswith("roll_core."):
         return ""
+    _forget_files()
     wanted = kind_of(type(record)).contract
     return _problem(wanted, _source(wanted), record.target, _source(record.target))
 
@@ -52,8 +53,15 @@ def import_problem(record: Provider) -> str:
     """
     if record.target.startswith("roll_core.") or isinstance(record, FragmentProvider):
         return ""
+    _forget_files()
     module, _, attribute = record.target.partition(":")
     return _missing(module, attribute.partition(".")[0]) or _missing_imports(module, set())
+
+
+def _forget_files() -> None:
+    """Forget what earlier checks read: in a notebook, a file may have been mended since."""
+    for cached in (_missing, _imports, _spec, _module_source):
+        cached.cache_clear()
 
 
 def _missing_imports(module: str, seen: set[str]) -> str:
