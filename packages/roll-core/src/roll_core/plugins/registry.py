@@ -107,9 +107,14 @@ class Registry:
         return [problem for record in plugin.providers if (problem := self.import_problem(record))]
 
     def import_problem(self, record: Provider) -> str:
-        """`signatures.import_problem` of a record, with its owner; empty for packages released with this core."""
+        """`signatures.import_problem` of a record of an installed plugin, with its owner.
+
+        Empty for packages released with this core.
+        """
         plugin = self._plugin(record)
-        if plugin is None or (plugin.version == __version__ and normalise(plugin.package) in _released_together()):
+        if plugin is None or plugin.manager is None:
+            return ""
+        if plugin.version == __version__ and normalise(plugin.package) in _released_together():
             return ""
         from roll_core.plugins.signatures import import_problem
 
