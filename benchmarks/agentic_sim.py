@@ -176,6 +176,9 @@ class NoText:
     new = np.arange(16, dtype=np.int64)
     tool_format, text = "hermes", None
 
+    def check_tools(self, *_: Any) -> None:
+        """Accept any tools: no template shows them."""
+
     def encode(self, messages: Any, tools: Any = ()) -> EncodedChat:
         return EncodedChat(messages=(), text="", ids=self.new)
 

@@ -51,7 +51,7 @@ def test_a_model_larger_than_the_host(config, capsys):
 def test_a_foreign_error_that_is_known_ends_without_a_trace(advice, traced, config, monkeypatch, capsys):
     from roll_core.runtime.run import loop
 
-    result = SimpleNamespace(error=OSError(28, "No space left on device"), advice=advice)
+    result = SimpleNamespace(error=OSError(28, "No space left on device"), advice=advice, exit_code=1)
     monkeypatch.setattr(loop, "execute", lambda *_, **__: result)
     assert main(["run", config]) == 1
     assert (mentions(capsys.readouterr().err, "28")) is traced

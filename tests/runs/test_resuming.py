@@ -189,7 +189,7 @@ def test_what_else_changed_is_logged_once(local_runs):
     with (local_runs.folder / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"id": 99, "prompt": "123>", "response": "123", "ground_truth": "123"}) + "\n")
     log = local_runs.ok(config).run_dir.log.read_text(encoding="utf-8")
-    (line,) = [line for line in log.splitlines() if "learning_rate" in line]
+    (line,) = [line for line in log.splitlines() if "learning_rate" in line and "→" in line]
     keys = ("seed", "sft_train.training_args.learning_rate", "max_steps", "train.jsonl", str(first.run_dir.checkpoints))
     assert mentions(line, *keys)
     assert not mentions(line, "exp_name", "val.jsonl")

@@ -31,6 +31,7 @@ class Counting:
 def worker_of(multiple, **limits):
     found = TrainWorker.__new__(TrainWorker)
     found.strategy = Counting(multiple)
+    found.deterministic, found.role = False, "actor_train"
     found.limits = BatchLimits(train_sequences=2, infer_sequences=3, **limits)
     return found
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
@@ -28,6 +29,8 @@ from roll_testing.errors import raises_error
 
 class Letters:
     """A tokenizer of single letters."""
+
+    added_tokens_decoder: ClassVar = {}
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(97 + i) for i in ids)

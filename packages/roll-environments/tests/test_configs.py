@@ -109,7 +109,7 @@ def test_a_missing_package_is_located_with_what_to_install(
     shown = capsys.readouterr().err
     key = f"custom_envs.env.{'agent_config' if 'agent_config' in entry else 'env_config'}"
     assert mentions(shown, f"{file}:6:", "ROLL-C014", key, module, "pip", requirement)
-    assert shown.count("ROLL-C") == 1
+    assert shown.count("ROLL-C014") == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roll_core.algorithms._segments import running_sums
+from roll_core.algorithms.segments import running_sums
 
 if TYPE_CHECKING:
     from torch import Tensor

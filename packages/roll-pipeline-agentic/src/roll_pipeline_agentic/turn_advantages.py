@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll_core.algorithms._segments import (
+from roll_core.algorithms.advantages import reinforce
+from roll_core.algorithms.normalise import clip, divide_by_std, moments_by
+from roll_core.algorithms.segments import (
     dense,
     next_in_segment,
     require_finite,
     reverse_discounted_sum,
     sums_by,
 )
-from roll_core.algorithms.advantages import reinforce
-from roll_core.algorithms.normalise import clip, divide_by_std, moments_by
 from roll_core.errors import UnsupportedError
 from roll_core.spec.algorithms import AdvantageOutput
 from roll_pipeline_agentic.config import GiGPOOptions, StepReinforceOptions

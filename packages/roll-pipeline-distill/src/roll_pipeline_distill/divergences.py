@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from roll_core.algorithms._segments import reverse_discounted_sum, running_sums
 from roll_core.algorithms.aggregate import stream_weights, weighted_sum
+from roll_core.algorithms.segments import reverse_discounted_sum, running_sums
 from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.train import Comparison, LossOutput, WantedOutputs
 from roll_pipeline_distill.config import Divergence, Tail

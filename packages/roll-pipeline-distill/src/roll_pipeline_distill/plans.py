@@ -20,7 +20,7 @@ ARRAYS: Mapping[Divergence, int] = {
     "js_divergence": 10,
     "skewed_forward_kl": 9,
     "skewed_reverse_kl": 10,
-    "adaptive_kl": 10,
+    "adaptive_kl": 12,
 }
 """`PlannedComparison.num_arrays` of `divergences.divergence`, as measured."""
 

@@ -66,14 +66,22 @@ def check_error(error: BaseException, kind: object, *facts: object, at: str = ""
 def mentions(text: str, *facts: object) -> bool:
     """True if `text` contains each fact as a separate word or number: `rank 1` does not match `rank 12`.
 
-    If a fact is only a number, one line must have all of the facts: a screen or a log contains most numbers by chance.
+    Facts that are only numbers must be on one line, with another fact: a screen contains most numbers by chance.
     Raises `ValueError` for a fact that is prose.
     """
     for fact in facts:
         if is_prose(str(fact)):
             raise ValueError(f"{str(fact)!r} is prose: match the code and what it names")
-    numbers = any(re.fullmatch(r"[\d.,]+", str(fact)) for fact in facts)
-    return any(all(_names(part, str(fact)) for fact in facts) for part in (text.splitlines() if numbers else [text]))
+    numbers = [fact for fact in facts if re.fullmatch(r"[\d.,]+", str(fact))]
+    others = [fact for fact in facts if fact not in numbers]
+    return all(_names(text, str(fact)) for fact in others) and (
+        not numbers
+        or any(
+            all(_names(line, str(number)) for number in numbers)
+            and (not others or any(_names(line, str(fact)) for fact in others))
+            for line in text.splitlines()
+        )
+    )
 
 
 def _names(text: str, fact: str) -> bool:

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll_core.algorithms._segments import (
+from roll_core.algorithms.normalise import clip, divide_by_std, moments_by, whiten
+from roll_core.algorithms.options import GDPOOptions, GRPOOptions, PassAtKOptions
+from roll_core.algorithms.rewards import token_rewards
+from roll_core.algorithms.segments import (
     dense,
     next_in_segment,
     require_finite,
     reverse_discounted_sum,
     sums_by,
 )
-from roll_core.algorithms.normalise import clip, divide_by_std, moments_by, whiten
-from roll_core.algorithms.options import GDPOOptions, GRPOOptions, PassAtKOptions
-from roll_core.algorithms.rewards import token_rewards
 from roll_core.errors import UnsupportedError
 from roll_core.spec.algorithms import AdvantageOutput
 

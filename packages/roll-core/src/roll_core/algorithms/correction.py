@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from roll_core.algorithms._segments import dense, sums_by
 from roll_core.algorithms.correction_options import Level
 from roll_core.algorithms.kl import LOG_RATIO_CLAMP
+from roll_core.algorithms.segments import dense, sums_by
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from roll_core.algorithms._segments import dense, sums_by
+from roll_core.algorithms.segments import dense, sums_by
 from roll_core.errors import NonFiniteError
 
 if TYPE_CHECKING:

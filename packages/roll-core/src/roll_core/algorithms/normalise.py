@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from roll_core.algorithms._segments import dense, require_finite, sums_by
+from roll_core.algorithms.segments import dense, require_finite, sums_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll_core.algorithms._segments import is_last_in_segment, require_finite
 from roll_core.algorithms.normalise import clip, moments_by, whiten
+from roll_core.algorithms.segments import is_last_in_segment, require_finite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -85,8 +85,9 @@ class HttpReward(ImageReward):
                     body += chunk
                     if len(body) > MAX_REPLY:
                         raise RewardFailure(f"{url}: a reply of more than {MAX_REPLY} bytes")
-                if reply.length:
-                    raise _TemporaryFailure(f"{url}: the reply ended {reply.length} bytes early")
+                missing = reply.length
+            if missing:
+                raise _TemporaryFailure(f"{url}: the reply ended {missing} bytes early")
         except urllib.error.HTTPError as error:
             start = b""
             with error, suppress(OSError, HTTPException):
