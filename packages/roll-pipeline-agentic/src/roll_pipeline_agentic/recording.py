@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from roll_pipeline_agentic.calls import digest_of, state_of
 from roll_pipeline_agentic.tool_calls import SettledParts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.spec.environment import Message, State
     from roll_core.spec.rollout import RolloutContext
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 
 
+Result = TypeVar("Result")
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 STREAM_GROWTH = 1 / 64
 """Share by which a reply grows before a stream shows more of it."""
@@ -124,6 +126,22 @@ class _Reply:
 
     chat: EncodedChat
     turn: int
+
+
+NUM_THREADS = 4
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_THREADS, "recorder")
+
+
+async def off_loop(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in a thread of the recorders.
+
+    Not by `asyncio.to_thread`: agents may block all of its threads with requests that wait for the recorders.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_threads(), partial(function, *arguments))
 
 
 class Recorder:
@@ -264,11 +282,11 @@ class Recorder:
         self._num_outputs += request.n
         try:
             # Rendering and encoding a long conversation takes seconds, in which the loop serves all other episodes.
-            states = await asyncio.to_thread(_digests, messages, request.tools)
+            states = await off_loop(_digests, messages, request.tools)
             known = [(at + 1, self._replies[digest]) for at, digest in enumerate(states) if digest in self._replies]
             begin, reply = known[-1] if known else (0, None)
             self._check_replies(messages[begin:], first=first)
-            chat = await asyncio.to_thread(self._encoded, reply, messages[begin:], request.tools)
+            chat = await off_loop(self._encoded, reply, messages[begin:], request.tools)
             budget = self._budget(request, chat)
         except BaseException:
             self._num_prompts -= 1

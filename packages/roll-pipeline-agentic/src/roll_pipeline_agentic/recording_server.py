@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError
-from roll_pipeline_agentic.recording import RequestError
+from roll_pipeline_agentic.recording import RequestError, off_loop
 from roll_pipeline_agentic.recording_dialects import DIALECTS
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class RecordingServer:
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         recorder = self._recorder(request)
         raw = await request.read()
-        body, parsed, digest = await asyncio.to_thread(_read, dialect, raw, recorder.conversations)
+        body, parsed, digest = await off_loop(_read, dialect, raw, recorder.conversations)
         call = recorder.begin(
             parsed,
             digest=digest,
