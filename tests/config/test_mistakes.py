@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def answer(sections, folder: Path) -> str:
 
 @pytest.mark.parametrize("title", CASES)
 def test_each_mistake_is_located_and_shows_no_secret(title, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))  # remedies then say `pip install`
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROLL_TEST_SECRET", "hunter2")
     monkeypatch.delenv("ROLL_TEST_NOT_SET", raising=False)
