@@ -26,7 +26,16 @@ from roll_testing.errors import raises_error
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 REPOSITORY = Path(__file__).parents[2]
 PUBLIC = {
-    "roll_core": ("errors", "types", "spec", "algorithms", "data", "pipelines", "runtime.workers.reward_pool"),
+    "roll_core": (
+        "errors",
+        "types",
+        "spec",
+        "algorithms",
+        "data",
+        "pipelines",
+        "http_requests",
+        "runtime.workers.reward_pool",
+    ),
     "roll_modeling": (
         *("bucket_plan", "checkpoints", "digests", "export", "extensions", "logprobs", "lora", "memory", "model"),
         *("offload", "optimizer", "portable_state", "process_group", "strategy", "task_model"),

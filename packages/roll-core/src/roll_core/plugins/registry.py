@@ -112,14 +112,19 @@ class Registry:
         Empty for packages released with this core.
         """
         plugin = self._plugin(record)
-        if plugin is None or plugin.manager is None:
-            return ""
-        if plugin.version == __version__ and normalise(plugin.package) in _released_together():
+        if plugin is None or plugin.manager is None or self.is_released_with_core(record):
             return ""
         from roll_core.plugins.signatures import import_problem
 
         problem = import_problem(record)
         return problem and f"{self.owner(record)}: {problem}"
+
+    def is_released_with_core(self, record: Provider) -> bool:
+        """True if the record's package is roll-core or one that its extras require, of the same version."""
+        plugin = self._plugin(record)
+        if plugin is None or plugin.version != __version__:
+            return False
+        return normalise(plugin.package) in (CORE, *_released_together())
 
     def _plugin(self, record: Provider) -> Plugin | None:
         return next((each for each in self.plugins if any(record is one for one in each.providers)), None)
