@@ -87,8 +87,8 @@ def flow_suites(environ, tmp_path_factory):
 def executor_suites(environ, tmp_path_factory):
     """The `Outcome` of the suite for executors."""
     # Processes take seconds to start: those of a wrong one only where it is wrong.
-    wrong = "Test_leaves_p or Test_deaf or Test_forgets_the or Test_silent_e or Test_loses"
-    ends = "test_closing or test_a_failed_start or test_an_exit or test_a_survived"
+    wrong = "Test_hides_n or Test_leaves_p or Test_deaf or Test_forgets_the or Test_silent_e or Test_loses"
+    ends = "test_closing or test_a_failed_start or test_an_exit or test_a_survived or test_workers_see"
     chosen = f"(not test_listing or Test_right) and (not ({wrong}) or {ends})"
     return outcome(["executors_suite.py"], chosen, environ, tmp_path_factory, processes=0)
 

@@ -22,7 +22,7 @@ from roll_core.spec.providers import AdvantageProvider, PipelineProvider, Policy
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_testing.algorithms import AdvantageConformance, FunctionTests, PolicyLossConformance
-from roll_testing.packaging import PackagingConformance
+from roll_testing.packaging import PUBLIC, PackagingConformance, private_imports
 from roll_testing.pipelines import PipelineConformance
 from roll_testing.rewards import RewardConformance, Scored
 from roll_testing.runs import Runs
@@ -472,3 +472,23 @@ def test_a_pipeline_fails_the_tests_of_what_is_wrong(pipeline, plan, expected, t
 def test_every_test_of_a_kit_has_a_wrong_part(kit, test):
     (mark,) = test.pytestmark
     assert set().union(*(case[-1] for case in mark.args[1])) >= set(names_of(kit))
+
+
+def test_private_imports_are_found_where_a_part_needs_them(tmp_path, monkeypatch):
+    package = tmp_path / "acme_imports"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text("import numpy\nfrom roll_core.types import Sample\nfrom . import below\n")
+    (package / "below.py").write_text(
+        "from .part import Sample\n"
+        "def f():\n"
+        "    from roll_core.config.loading import load\n"
+        "    from roll_core.errors import _Hidden\n"
+        "    import roll_core.spec.train\n"
+    )
+    (package / "unrelated.py").write_text("import roll_core.cli\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert private_imports("acme_imports.part", PUBLIC) == [
+        "acme_imports.below:3 roll_core.config.loading.load",
+        "acme_imports.below:4 roll_core.errors._Hidden",
+    ]

@@ -27,6 +27,7 @@ WRONG = {
     "closes_once": {CLOSING, START},
     "leaves_workers": {START},
     "leaves_processes": {CLOSING, START},
+    "hides_no_devices": {"test_workers_see_only_their_own_device"},
     "deaf_watch": {EXIT},
     "forgets_the_rank": {EXIT},
     "silent_exits": {EXIT, SURVIVED},

@@ -52,6 +52,10 @@ class SocketExecutor(Executor):
         await collect(spec.role, "start", building, spec.timeout_s)
         return SocketGroup(spec, members, workers)
 
+    def devices(self, place):
+        """The variable that restricts a worker to its devices."""
+        return {self.platform.visible_devices: ",".join(map(str, place.local_indices))}
+
     async def watch(self):
         await self.exited.wait()
         raise next(worker.error for worker in self.workers if worker.error)
@@ -79,6 +83,7 @@ class Worker:
         self.ours, theirs = socket.socketpair()
         settings = {"role": spec.role, "rank": place.rank, "level": logging.INFO, "crash_file": "", "reported": []}
         env = values_of(executor.platform.environment(spec.kind, place.local_indices)) | dict(spec.env)
+        env |= executor.devices(place) if executor.platform.visible_devices else {}
         with theirs:
             words = [worker_main.__name__, str(theirs.fileno()), json.dumps(settings)]
             self.process = Forked(words, output=Path(os.devnull), env=os.environ | env, pass_fds=(theirs.fileno(),))

@@ -25,8 +25,6 @@ from roll_testing.kit import Kit, registry
 from roll_testing.part_checks import check_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from roll_core.spec.providers import Provider
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -86,15 +84,15 @@ class PackagingTests(Kit):
             )
 
     def test_it_imports_public_names_only(self) -> None:
-        """The part's package may import only public modules of ROLL, and no name with a leading underscore.
+        """The part's module may import only public modules of ROLL, and no name with a leading underscore.
 
-        docs/plugins.md lists the modules. Others change in any release. Skipped for packages released with the core.
+        The same holds for modules of its package that it imports. docs/plugins.md lists public ones; others change in
+        any release. Skipped for packages released with the core.
         """
         if registry().is_released_with_core(self.provider):
             pytest.skip(f"{self.name} is released with the core")
-        package = self.provider.target.partition(":")[0].partition(".")[0]
-        if private := sorted(_private_imports(package, self._public)):
-            raise AssertionError(f"{package} imports {', '.join(private)}; public are {', '.join(self._public)}")
+        if private := private_imports(self.provider.target.partition(":")[0], self._public):
+            raise AssertionError(f"{self.name} imports {', '.join(private)}; public are {', '.join(self._public)}")
 
     def test_its_record_can_be_pickled(self) -> None:
         """The record must equal itself after pickling, because records are pickled on their way to the workers."""
@@ -157,24 +155,44 @@ class PackagingTests(Kit):
         } | {name.replace("-", "_") for name in needed}
 
 
-def _private_imports(package: str, public: tuple[str, ...]) -> Iterator[str]:
-    """Imports of ROLL's private modules and names in a package's source files, as `file:line name`."""
-    spec = importlib.util.find_spec(package)
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
-    for file in (file for folder in folders for file in folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                continue
-            for name in names:
-                if name.partition(".")[0] not in ("roll_core", "roll_modeling"):
-                    continue
-                known = any(f"{name}.".startswith(f"{module}.") for module in public)
-                if not known or any(part.startswith("_") for part in name.split(".")):
-                    yield f"{file.name}:{node.lineno} {name}"
+def private_imports(module: str, public: tuple[str, ...]) -> list[str]:
+    """Imports of ROLL's private modules and names, as `module:line name`.
+
+    Looks at a part's module, and at the modules of its package that it imports, also within functions.
+    """
+    package, private, seen, pending = module.partition(".")[0], [], set(), [module]
+    while pending:
+        name = pending.pop()
+        spec = importlib.util.find_spec(name) if name not in seen else None
+        seen.add(name)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            continue
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)):
+            for imported in _imported_names(node, spec.parent or ""):
+                root = imported.partition(".")[0]
+                if root == package:
+                    pending += [each for each in (imported, imported.rpartition(".")[0]) if _is_module(each)]
+                elif root in ("roll_core", "roll_modeling"):
+                    known = any(f"{imported}.".startswith(f"{allowed}.") for allowed in public)
+                    if not known or any(part.startswith("_") for part in imported.split(".")):
+                        private.append(f"{name}:{node.lineno} {imported}")
+    return sorted(private)
+
+
+def _imported_names(node: ast.Import | ast.ImportFrom, package: str) -> list[str]:
+    """Absolute names that a statement in a module of `package` imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+    return [f"{origin}.{alias.name}" for alias in node.names]
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 class PackagingConformance(PackagingTests):

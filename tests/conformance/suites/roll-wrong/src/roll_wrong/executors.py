@@ -154,6 +154,11 @@ class LeavesWorkers(RightHere):
         return {spec.role: await self._start_group(spec) for spec in specs}
 
 
+class HidesNoDevices(SocketExecutor):
+    def devices(self, place):
+        return {}
+
+
 class DeafWatch(SocketExecutor):
     async def watch(self):
         await asyncio.Event().wait()

@@ -281,6 +281,7 @@ IN_PROCESS = (
 EXECUTORS = (
     *IN_PROCESS,
     "right_processes",
+    "hides_no_devices",
     "leaves_processes",
     "deaf_watch",
     "forgets_the_rank",
