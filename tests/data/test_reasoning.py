@@ -43,6 +43,9 @@ def test_the_answer_follows_the_last_end_of_reasoning(begin):
         ("final42", "42"),
         ("finalize it", "finalize it"),
         ("analysis", "analysis"),
+        ("analysis_result = 3", "analysis_result = 3"),
+        ("final_answer=4", "final_answer=4"),
+        ("final=4", "final=4"),
     ],
 )
 def test_channels_of_gpt_oss_are_read_with_and_without_special_tokens(response, answer):

@@ -154,7 +154,7 @@ EXPECTED = {
         "validation.data_args.query": "input",
         "validation.data_args.response": "answer",
         "sft_train.training_args.num_train_epochs": 2,
-        "sft_train.model_args.attn_implementation": "sdpa",
+        "sft_train.model_args.attn_implementation": "auto",
         "sft_train.strategy_args.strategy_config": {
             "ep_size": 4,
             "param_dtype": "bf16",

@@ -465,7 +465,10 @@ def dataset_type(value: Any, key: Key) -> Outcome:
 def attention(value: Any, key: Key) -> Outcome:
     """ROLL's values are auto, sdpa and fa2; None means auto (roll/configs/model_args.py)."""
     if value == "sdpa":
-        return key.keep(value)
+        # Here, sdpa means padded rows, which context parallelism refuses.
+        if (key.beside("ulysses_size") or 1) == 1:
+            return key.keep(value)
+        return Outcome("not needed", (), "auto is sdpa without padding, which ulysses_size needs")
     return Outcome("not needed", (), "auto selects the fastest exact one")
 
 

@@ -39,7 +39,7 @@ _CHANNEL_FINAL = re.compile(
 )
 # The name of the channel and the message have nothing between them, unlike "analysis of the text" and "finally".
 _BARE_CHANNEL = re.compile(
-    r"\s*(?:(?:analysis|commentary)(?: to=|(?![\s:,.;!?)\-]|\Z))|(final)(?!ly|s\b|e\b|i[stz]|[\s:,.;!?)\-]|\Z))"
+    r"\s*(?:(?:analysis|commentary)(?: to=|(?![\s:,.;!?)\-_=]|\Z))|(final)(?!ly|s\b|e\b|i[stz]|[\s:,.;!?)\-_=]|\Z))"
 )
 
 
