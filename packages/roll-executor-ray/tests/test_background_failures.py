@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from roll_core.runtime.cluster.concurrency import background
+from roll_core.runtime.cluster.executors import worker_process
+from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError
 from roll_core.runtime.run.stopping import StopSignals
-from roll_executor_ray import isolated_env_process
 from roll_executor_ray.executor import RayExecutor  # noqa: F401 - callbacks of its package end a run from now on
-from roll_executor_ray.exit_causes import ProcessEndedError
 from roll_executor_ray.worker import RayWorker
 
 
@@ -62,11 +62,11 @@ def test_an_answer_that_cannot_be_had_from_ray_is_an_error_of_the_call():
 
 
 def test_calls_of_a_process_whose_answers_cannot_be_read_fail(monkeypatch):
-    monkeypatch.setattr(isolated_env_process, "read_frame", boom_async)
+    monkeypatch.setattr(worker_process, "read_frame", boom_async)
     killed = []
 
     async def main():
-        process = isolated_env_process.IsolatedEnvProcess({"role": "actor_infer", "rank": 0})
+        process = worker_process.WorkerProcess({"role": "actor_infer", "rank": 0})
         process._process = SimpleNamespace(kill=lambda: killed.append(True), wait=lambda timeout=None: -9)
         process._writer = SimpleNamespace(write=lambda data: None, close=lambda: None)
         call = process.request("stack")

@@ -2,8 +2,9 @@
 
 import pytest
 
+from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError
 from roll_executor_ray.actors import interface_of
-from roll_executor_ray.exit_causes import MAX_QUOTE, ProcessEndedError, exit_cause
+from roll_executor_ray.exit_causes import MAX_QUOTE, exit_cause
 
 CUT_OFF = """The actor died unexpectedly before finishing this task.
 \tclass_name: RayHost

@@ -19,13 +19,12 @@ from other_pythons import WITHOUT_TORCH, environment_that_shows_all, environment
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PythonEnvironmentError
 from roll_core.runtime.cluster.executors.base import CallFailed, Peers, Place
+from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError, WorkerProcess
 from roll_core.runtime.cluster.executors.worker_server import WIRE, decode
 from roll_core.runtime.cluster.placement import place_roles
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Sample
-from roll_executor_ray.exit_causes import ProcessEndedError
-from roll_executor_ray.isolated_env_process import IsolatedEnvProcess
 from roll_executor_ray.python_environments.prepare import environment_of
 from roll_rewards.plugin import roll_rewards
 from roll_testing.errors import mentions, raises_error
@@ -45,7 +44,7 @@ class Foreign:
     """A process as its actor calls it."""
 
     def __init__(self, folder: Path, python: Path) -> None:
-        self.process = IsolatedEnvProcess(settings(folder))
+        self.process = WorkerProcess(settings(folder))
         self.python = python
         self.hello: dict[str, Any] = {}
         self.numbers = itertools.count()
@@ -232,7 +231,7 @@ def test_a_reward_is_computed_without_torch(runner: asyncio.Runner, tmp_path: Pa
 
 def test_an_environment_that_cannot_import_roll_core_says_what_it_lacks(runner: asyncio.Runner, tmp_path: Path) -> None:
     python = environment_with(tmp_path / "broken", [name for name in WITHOUT_TORCH if name != "numpy"])
-    process = IsolatedEnvProcess(settings(tmp_path, "rewards.math"))
+    process = WorkerProcess(settings(tmp_path, "rewards.math"))
     with raises_error(PythonEnvironmentError, "rewards.math", "'numpy'"):
         runner.run(process.start(python, environment_of(python, os.environ)))
     runner.run(process.close(5))  # there is nothing to close, and that is fine

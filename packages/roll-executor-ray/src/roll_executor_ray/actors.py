@@ -21,10 +21,9 @@ import ray
 from roll_core.host import hostname
 from roll_core.runtime.cluster.executors.base import Failure
 from roll_core.runtime.cluster.executors.worker_main import prepare_process
+from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError, WorkerProcess
 from roll_core.runtime.cluster.executors.worker_server import WorkerServer, encode_failure
 from roll_core.spec.platform import visible_devices
-from roll_executor_ray.exit_causes import ProcessEndedError
-from roll_executor_ray.isolated_env_process import IsolatedEnvProcess
 from roll_executor_ray.python_environments.prepare import environment_of, prepare
 from roll_executor_ray.worker import PICKLED
 
@@ -88,7 +87,7 @@ class RayIsolatedEnvHost:
         self._name = _prepare_actor(role, rank, env, level)
         self._role, self._given, self._spec = role, env, spec
         settings = {"role": role, "rank": rank, "level": level, "crash_file": crash_file, "reported": spec.reported}
-        self._process = IsolatedEnvProcess(settings)
+        self._process = WorkerProcess(settings)
         self._python: Path
 
     def __repr__(self) -> str:

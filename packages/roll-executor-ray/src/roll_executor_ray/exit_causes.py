@@ -6,16 +6,13 @@ import re
 from pathlib import Path
 
 from roll_core.errors import EngineDiedError
+from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError
 
 MAX_QUOTE = 300
 """Maximum length of Ray's message in a cause, in characters."""
 _CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 _NODE_DIED = re.compile(r"its node has died.*?node was terminated[^:]*: (?P<why>[^\n]+)", re.DOTALL)
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?)(Some common causes|There are some|$)")
-
-
-class ProcessEndedError(Exception):
-    """A process of its own interpreter exited: `was killed by SIGKILL`, `exited with code 1`. Internal to executors."""
 
 
 def exit_cause(error: BaseException, *, pid: int, trace: str, oom_kills: int) -> str:

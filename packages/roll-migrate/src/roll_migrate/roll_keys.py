@@ -28,7 +28,9 @@ ELSEWHERE = dead("ROLL's sft and rlvr do not read it")
 
 MODEL: Table = {
     **each("model_name_or_path dtype disable_gradient_checkpointing model_config_kwargs", keep()),
-    "attn_implementation": change("`sdpa` is kept without `ulysses_size`; otherwise `auto` selects the fastest exact one", values.attention),
+    "attn_implementation": change(
+        "`sdpa` is kept without `ulysses_size`; otherwise `auto` selects the fastest exact one", values.attention
+    ),
     **each(
         "lora_target lora_rank lora_alpha lora_dropout additional_target",
         change("kept in the trained role; `lora_dropout` must be 0", values.lora, nested=True),

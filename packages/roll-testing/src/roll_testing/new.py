@@ -26,10 +26,13 @@ KINDS: dict[str, type[providers.Provider]] = {
     "pipeline": providers.PipelineProvider,
     "reward": providers.RewardProvider,
     "environment": providers.EnvironmentProvider,
+    "agent": providers.AgentProvider,
     "estimator": providers.AdvantageProvider,
     "loss": providers.PolicyLossProvider,
     "tracker": providers.TrackerProvider,
     "transport": providers.WeightTransportProvider,
+    "platform": providers.PlatformProvider,
+    "executor": providers.ExecutorProvider,
 }
 NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*", re.ASCII)
 MAX_LENGTH = 40

@@ -1,4 +1,4 @@
-"""Starts a worker process under its own interpreter, and forwards calls to it (see `worker_main`)."""
+"""Starts the process of a worker and forwards calls to it: the other end of `worker_main`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from roll_core.host import hostname
 from roll_core.runtime.cluster.concurrency import background
 from roll_core.runtime.cluster.executors import wire, worker_main
 from roll_core.runtime.cluster.executors.worker_main import frame, read_frame
-from roll_executor_ray.exit_causes import ProcessEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +30,11 @@ END_S = 5.0
 """Seconds until the process must exit after it has closed its worker or its socket."""
 
 
-class IsolatedEnvProcess:
+class ProcessEndedError(Exception):
+    """A worker's process exited: `was killed by SIGKILL`, `exited with code 1`. Internal to executors."""
+
+
+class WorkerProcess:
     """One worker process, used from one event loop.
 
     It exits when its socket closes, so it does not outlive this process.
@@ -90,6 +93,10 @@ class IsolatedEnvProcess:
         future.add_done_callback(lambda _: self._pending.pop(number, None))
         self._writer.write(frame(number, wire.dumps([method, list(args)])))
         return future
+
+    def kill(self) -> None:
+        """Kill the process. Pending and later requests raise `ProcessEndedError`."""
+        self._process.kill()
 
     async def ended(self) -> str:
         """Wait until the process exits. Returns how it exited."""

@@ -1,0 +1,1 @@
+"""The platform acme of ROLL."""
