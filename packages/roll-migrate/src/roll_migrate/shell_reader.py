@@ -709,7 +709,7 @@ class ShellReader:
                 texts.append(part.text)
             else:
                 value = self._value(part)
-                texts.append(value if isinstance(value, str) else " ".join(each.text for each in value))
+                texts.append(self._joined(part, value))
         text = "".join(texts)
         if (
             tilde
@@ -728,7 +728,7 @@ class ShellReader:
                 texts.append(re.sub(r"([*?\[])", r"[\1]", part.text) if part.quoted else part.text)
             else:
                 value = self._value(part)
-                text = value if isinstance(value, str) else " ".join(each.text for each in value)
+                text = self._joined(part, value)
                 texts.append(re.sub(r"([*?\[])", r"[\1]", text) if part.quoted else text)
         return self._limited("".join(texts))
 
@@ -749,14 +749,18 @@ class ShellReader:
                 continue
             if isinstance(value, str):
                 words = value.words if isinstance(value, _Lines) else None
-                pieces = list(words) if words is not None else [_Item(each, where) for each in value.split()]
-                starts, ends = value[:1].isspace(), value[-1:].isspace()
+                pieces = list(words) if words is not None else [_Item(each, where) for each in self._split(value)]
+                separators = self._separators()
+                starts = value[:1].isspace() and value[:1] in separators
+                ends = bool(value) and value[-1] in separators
             elif part.quoted and isinstance(part, Parameter) and "*" in (part.index, part.name):
-                current, exists = current + " ".join(each.text for each in value), True
+                current, exists = current + self._joined(part, value), True
                 continue
             else:
                 pieces = (
-                    list(value) if part.quoted else [_Item(x, each.where) for each in value for x in each.text.split()]
+                    list(value)
+                    if part.quoted
+                    else [_Item(x, each.where) for each in value for x in self._split(each.text)]
                 )
                 starts = ends = False
             if starts and exists:
@@ -776,6 +780,30 @@ class ShellReader:
         for each in done:
             self._limited(each.text)
         return done
+
+    def _separators(self) -> str:
+        """Characters of `IFS`, at which unquoted values are split."""
+        return _text_of(self.variables.get("IFS", " \t\n"))
+
+    def _split(self, text: str) -> list[str]:
+        """Fields of an unquoted value."""
+        separators = self._separators()
+        if self._reason(separators) is not None:
+            return [separators]
+        blanks = re.escape("".join(each for each in separators if each.isspace()))
+        others = re.escape("".join(each for each in separators if not each.isspace()))
+        blank = f"[{blanks}]" if blanks else "(?!)"
+        text = re.sub(rf"\A{blank}+|{blank}+\Z", "", text)
+        ends = rf"{blank}*[{others}]{blank}*|{blank}+" if others else rf"{blank}+"
+        fields = re.split(ends, text)
+        return fields[:-1] if not fields[-1] else fields
+
+    def _joined(self, part: Parameter | Substitution | Arithmetic, value: _Value) -> str:
+        """A value as one text: `*` joins items by the first character of `IFS`."""
+        if isinstance(value, str):
+            return value
+        star = isinstance(part, Parameter) and "*" in (part.index, part.name)
+        return (self._separators()[:1] if star else " ").join(each.text for each in value)
 
     def _is_quoted_default(self, part: Part) -> bool:
         """True for `${name:-"…"}` of a variable without a value, which is not split."""
@@ -951,10 +979,6 @@ def _texts(value: _Value | None) -> object:
 def _subscript(index: str) -> str:
     """Subscript of an array as an arithmetic expression, in which names need no dollar sign."""
     return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", index)
-
-
-def _split(text: str, *, quoted: bool) -> list[str]:
-    return [text] if quoted else text.split()
 
 
 def _is_tilde(part: object) -> bool:
