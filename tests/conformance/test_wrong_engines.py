@@ -24,6 +24,7 @@ UPDATES = {
 }
 SHARED_ASLEEP = "test_a_sleeping_engine_keeps_no_shared_tensors"
 HELD = "test_the_receipt_describes_the_loaded_weights"
+FUNCTION = "test_the_receipt_has_digests_by_the_manifests_function"
 IN_FLIGHT = "test_requests_continue_under_new_weights"
 BROKE_OFF = "test_nothing_is_generated_between_a_failed_update_and_the_next"
 CUTS = "test_logprobs_ignore_penalties_and_cuts"
@@ -106,9 +107,11 @@ WRONG = {
     "changes_overlooked": {"test_each_tensor_takes_effect"},
     "stale_prefixes": {BROKE_OFF, SHARED_ASLEEP, *UPDATES} - {"test_numbers_are_the_same_after_a_sleep"},
     "bias_forgotten": {HELD, IN_FLIGHT, BROKE_OFF, SHARED_ASLEEP, *UPDATES},
-    "receipt_of_the_sent": {HELD},
+    "receipt_of_the_sent": {HELD, FUNCTION},
+    "digests_of_one_kind": {FUNCTION},
     "receipt_of_the_manifest": {
         HELD,
+        FUNCTION,
         "test_the_receipt_does_not_repeat_the_manifest",
         "test_weights_arrive_by_every_transport",
     },

@@ -112,6 +112,7 @@ class Engine:
         if fault == "crash":
             raise ZeroDivisionError("a mistake of the engine's")
         digests = {}
+        likes = {} if fault == "xxh3" else {entry.name: entry.digest for entry in manifest.tensors}
         first, _, second = what.partition(",")
         for name, tensor in tensors:
             if fault == "sleep" and name == what:
@@ -129,7 +130,7 @@ class Engine:
                 continue
             if key not in self.held:
                 self.held[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            digests[key] = copy_digested(self.held[key], tensor)
+            digests[key] = copy_digested(self.held[key], tensor, likes.get(name, ""))
         if fault == "flip":
             damaged = self.held[what].clone()
             damaged.view(-1).view(torch.uint8)[0] ^= 16
@@ -137,7 +138,7 @@ class Engine:
         if fault == "grow":
             self.held[what] = torch.ones(2)
         self.version = version
-        known = not shared and fault == ""
+        known = not shared and fault in ("", "xxh3")
         return WeightReceipt(version=version, digests=digests if known else self._digests(manifest))
 
     def _digests(self, manifest: Any) -> Any:

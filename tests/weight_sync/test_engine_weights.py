@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.weights import digest, make_manifest
 from roll_modeling.buckets import BucketInfo, Incoming
 from roll_modeling.engine_weights import AdapterWeights, EngineProcesses, LoadedModel, ModelWeights
@@ -104,6 +105,9 @@ def test_every_process_loads_the_buckets_and_the_digests_are_of_what_it_has():
     assert found == {name: digest(each) for name, each in SENT.items()}
     assert torch.equal(processes.processes[2].tensors["b"], SENT["b"])
     assert (processes.steps, processes.versions) == (["begin", "finish"], [3])
+    manifest = make_manifest(4, SENT.items(), MULTILINEAR)
+    found = asyncio.run(ModelWeights(processes, 24, ()).digests(manifest))
+    assert found == {entry.name: entry.digest for entry in manifest.tensors}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from sync_workers import record_of, same_values
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import (
+    ContractError,
     CorruptTensorError,
     MissingTensorError,
     ReceiverTimeoutError,
@@ -21,6 +22,7 @@ from roll_core.errors import (
     WorkerError,
 )
 from roll_core.runtime.cluster.executors.base import WorkerCall
+from roll_core.spec.multilinear import MULTILINEAR
 from roll_testing.errors import raises_error
 
 COPYING = ["shm", "cuda_ipc", "collective", "disk", "acme"]
@@ -102,6 +104,25 @@ def test_a_receiver_that_holds_something_else_is_named(with_duo, transport, faul
         await duo.fault("", 1)
         if not fault.startswith("grow"):
             await duo.publisher.publish(1)  # the fault is gone, and so is its trace
+
+    with_duo(transport, scenario)
+
+
+@BETWEEN_PROCESSES
+def test_digests_that_devices_compute_prove_a_publish(with_duo, transport):
+    async def scenario(duo):
+        duo.publisher.plan = replace(duo.publisher.plan, device_digests=True)
+        await duo.publisher.publish(0)
+        with raises_error(WeightsUnchangedError, "actor_train rank 0", "version 1"):
+            await duo.publisher.publish(1)
+        await duo.step()
+        await duo.fault("xxh3", 0)
+        with raises_error(ContractError, "actor_infer rank 0", "embed", MULTILINEAR):
+            await duo.publisher.publish(2)
+        await duo.fault("", 0)
+        await duo.fault("flip:counts", 1)
+        with raises_error(CorruptTensorError, "actor_infer rank 1", "counts", MULTILINEAR):
+            await duo.publisher.publish(2)
 
     with_duo(transport, scenario)
 

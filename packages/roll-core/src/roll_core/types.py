@@ -361,7 +361,8 @@ class TensorEntry:
     """Dtype as safetensors spells it: `F32`, `BF16`, `F16`."""
     shape: tuple[int, ...]
     digest: str
-    """Digest of the tensor's bytes in row-major order; see `roll_core.spec.weights`."""
+    """Digest of the tensor's bytes in row-major order; see `roll_core.spec.weights`. Until the tensor is sent, only the
+    name of the digest's function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from typing_extensions import override
 
-from roll_core.spec.weights import check_version, copy_digested, digest, loaded_digest
+from roll_core.spec.weights import Digests, check_version
 from roll_core.types import WeightReceipt
 from roll_modeling.buckets import Incoming
 from roll_modeling.comparing import SIDES, compare, compare_adapter, entries, refuse, refuse_adapter
@@ -119,14 +119,14 @@ class LoadedWeights(Replaceable):
     @override
     def replace(self, manifest: WeightManifest, incoming: Incoming, *, shared: bool) -> Mapping[str, str]:
         expected = {entry.name: entry.digest for entry in manifest.tensors}
-        digests: dict[str, str] = {}
+        digests = Digests()
         borrowed: dict[str, Tensor] = {}
         for name, tensor in incoming:
             loaded = self._loaded[name]
             if shared and tensor.dtype == loaded.dtype and tensor.device == loaded.device:
-                borrowed[name], digests[name] = tensor.detach(), ""
+                borrowed[name] = tensor.detach()
             else:
-                digests[name] = self._copy(name, tensor)
+                digests.copy(name, self._own(name), tensor, expected[name])
         incoming.refuse_missing()
         for name in self._adjacent(borrowed):
             loaded = self._loaded[name]
@@ -135,10 +135,10 @@ class LoadedWeights(Replaceable):
         for name, tensor in borrowed.items():
             loaded = self._loaded[name]
             if loaded.data_ptr() != tensor.data_ptr():
-                digests[name] = self._copy(name, tensor)
+                digests.copy(name, self._own(name), tensor, expected[name])
             else:
-                digests[name] = loaded_digest(loaded.detach(), expected[name])
-        return digests
+                digests.add(name, loaded.detach(), expected[name])
+        return digests.read()
 
     @override
     def release(self) -> None:
@@ -147,15 +147,12 @@ class LoadedWeights(Replaceable):
             self._live.add(id(loaded))
         self.released = True
 
-    def _copy(self, name: str, tensor: Tensor) -> str:
-        """Copy the tensor into the engine's own memory. Returns the digest of the copy."""
+    def _own(self, name: str) -> Tensor:
+        """The parameter, in the engine's own memory."""
         loaded = self._loaded[name]
         if id(loaded) in self._live:
             self._allocate(name)
-        if tensor.dtype == loaded.dtype:
-            return copy_digested(loaded.detach(), tensor)
-        loaded.detach().copy_(tensor)
-        return digest(loaded.detach())
+        return loaded.detach()
 
     def _allocate(self, name: str) -> None:
         """Allocate own memory for the parameter, together with its siblings in one buffer.
@@ -225,14 +222,15 @@ class LoadedAdapter(Replaceable):
     @override
     def replace(self, manifest: WeightManifest, incoming: Incoming, *, shared: bool) -> Mapping[str, str]:
         # Copies `shared` tensors too: they are small, and the trainer's next step would change A and B but not W + B A.
+        expected = {entry.name: entry.digest for entry in manifest.tensors}
         adapter: dict[str, Tensor] = {}
-        digests: dict[str, str] = {}
+        digests = Digests()
         for name, tensor in incoming:
             adapter[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            digests[name] = copy_digested(adapter[name], tensor)
+            digests.copy(name, adapter[name], tensor, expected[name])
         incoming.refuse_missing()
         self._merge(adapter)
-        return digests
+        return digests.read()
 
     @override
     def release(self) -> None:

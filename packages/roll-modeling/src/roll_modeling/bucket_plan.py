@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_core.spec.weights import copy_digested, digest, entry_bytes, tensor_entry, torch_dtype
+from roll_core.spec.weights import Digests, digest_function, entry_bytes, tensor_entry, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,17 +73,20 @@ def fill(memory: Tensor, bucket: Bucket, exported: Iterator[tuple[str, Tensor]])
 
     Raises `WeightSyncError` subclasses if the tensors differ from those in the manifest.
     """
-    sent = []
+    targets: dict[str, Tensor] = {}
+    digests = Digests()
     for each in bucket.slices:
         name, tensor = _next_tensor(each.entry, exported)
-        target = _view(memory, each)
-        if target.dtype == tensor.dtype:
-            found = copy_digested(target, tensor)
+        target, like = _view(memory, each), each.entry.digest
+        if digest_function(like):  # of the source: the receiver's digest then proves a copy to the host, too
+            tensor = tensor.detach().to(target.dtype)
+            target.copy_(tensor)
+            digests.add(name, tensor, like)
         else:
-            target.copy_(tensor.detach())
-            found = digest(target)
-        sent.append(tensor_entry(name, target, found))
-    return sent
+            digests.copy(name, target, tensor)
+        targets[name] = target
+    found = digests.read()
+    return [tensor_entry(name, target, found[name]) for name, target in targets.items()]
 
 
 def require_exhausted(exported: Iterator[tuple[str, Tensor]]) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from roll_core.spec.weights import digest
+from roll_core.spec.weights import Digests
 from roll_modeling.buckets import BucketInfo, BucketWriter, opening_failure, read_bucket
 from roll_modeling.comparing import compare, compare_adapter, entries, refuse, refuse_adapter
 
@@ -128,8 +128,8 @@ class ModelWeights(EngineWeights):
 
     @override
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
-        names = [entry.name for entry in manifest.tensors]
-        return _merged(await self._processes.act("digest", names, version=manifest.version))
+        expected = [(entry.name, entry.digest) for entry in manifest.tensors]
+        return _merged(await self._processes.act("digest", expected, version=manifest.version))
 
     @override
     def close(self) -> None:
@@ -162,7 +162,8 @@ class AdapterWeights(EngineWeights):
 
     @override
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
-        return _merged(await self._processes.act("digest_adapter", entries(manifest), version=manifest.version))
+        expected = [(entry.name, list(entry.shape), entry.digest) for entry in manifest.tensors]
+        return _merged(await self._processes.act("digest_adapter", expected, version=manifest.version))
 
     @override
     def close(self) -> None:
@@ -254,9 +255,9 @@ class LoadedModel(ABC):
         compare          names and shapes of a manifest -> the mismatches, see `compare`
         open             a bucket with test data -> the reason why this process cannot open it, empty if it can
         load             a bucket, which may be reused afterwards
-        digest           names -> digests of the loaded weights
+        digest           names and digests of a manifest -> digests of the loaded weights, by the same functions
         compare_adapter  names and shapes of an adapter's manifest -> the mismatches, see `compare_adapter`
-        digest_adapter   names and shapes -> digests of the loaded adapter
+        digest_adapter   names, shapes and digests of an adapter's manifest -> digests of the loaded adapter
         """
         if action == "compare":
             return compare(argument, self.locate, self.located())
@@ -270,19 +271,21 @@ class LoadedModel(ABC):
             found = compare_adapter(argument, lambda name: tuple(self.adapter_buffer(name).shape))
             names = () if found["unknown"] else [name for name, _ in argument]
             return found | {"required": list(self.required(names))}
-        buffers = {name: self.adapter_buffer(name)[:rows, :columns] for name, (rows, columns) in argument}
-        return {name: digest(each.contiguous()) for name, each in buffers.items()}
+        digests = Digests()
+        for name, (rows, columns), like in argument:
+            digests.add(name, self.adapter_buffer(name)[:rows, :columns], like)
+        return digests.read()
 
-    def _digests(self, names: Iterable[str]) -> dict[str, str]:
-        found = {}
-        for name in names:
+    def _digests(self, expected: Iterable[tuple[str, str]]) -> dict[str, str]:
+        digests = Digests()
+        for name, like in expected:
             at = self.locate(name)
             if at is None:
                 continue
             tensor = self.read(name, at)
             if self.rank == 0:
-                found[name] = digest(tensor)
-        return found
+                digests.add(name, tensor, like)
+        return digests.read()
 
 
 def _merged(results: Iterable[Mapping[str, str]]) -> Mapping[str, str]:

@@ -19,6 +19,7 @@ import torch
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
 from roll_core.runtime.weights.broadcaster import verify
+from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import (
     Deadline,
@@ -127,13 +128,14 @@ class WeightTransportConformance(PackagingTests):
             f"available() returned {reason!r}, expected a reason or None"
         )
 
-    @pytest.mark.parametrize("num_receivers", [1, 3])
-    def test_receivers_get_what_was_sent(self, num_receivers: int) -> None:
+    @pytest.mark.parametrize(("num_receivers", "like"), [(1, ""), (3, ""), (1, MULTILINEAR)])
+    def test_receivers_get_what_was_sent(self, num_receivers: int, like: str) -> None:
         """Receivers must get all tensors bit for bit, in three publishes over the same endpoints.
 
-        `send` must return the entries of the tensors that it sent, with their digests.
+        `send` must return the entries of the tensors that it sent, with digests by the function that the manifest
+        names: XXH3, or `multilinear`, as between devices.
         """
-        published = [make_manifest(version, weights(version).items()) for version in range(3)]
+        published = [make_manifest(version, weights(version).items(), like) for version in range(3)]
         receipts: dict[tuple[int, int], WeightReceipt] = {}
 
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
@@ -167,7 +169,7 @@ class WeightTransportConformance(PackagingTests):
             target.view(-1).view(torch.uint8)[:1] ^= 16
             return found
 
-        monkeypatch.setattr("roll_modeling.bucket_plan.copy_digested", torn)
+        monkeypatch.setattr("roll_core.spec.weights.copy_digested", torn)
         sender, sent, held = self.open_sender(1), weights(), {}
         manifest = make_manifest(1, sent.items())
 

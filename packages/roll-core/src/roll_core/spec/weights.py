@@ -10,6 +10,11 @@ Exact definition of a tensor's digest, so that other implementations can reprodu
 Shape and dtype are not part of the digest: an entry has them as separate fields. Every byte and its position count.
 Chunks fit into a core's cache: a chunk that was just copied is digested without reading memory again. Chunks can be
 digested in any order and in parallel. XXH3 detects accidents, not attacks.
+
+Only a host computes XXH3. Where trainer and engine are on devices, the manifest names the digest of
+`roll_core.spec.multilinear`, which a device computes, and only digests are copied to the host. A digest begins with the
+name of its function, except XXH3's, and an entry whose digest is not known yet has the name alone. Arguments named
+`like` are such a digest: an entry's, or empty for XXH3. A memory token leaves the choice to the tensor's device.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from roll_core.errors import StaleWeightsError
+from roll_core.spec import multilinear
+from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 if TYPE_CHECKING:
@@ -86,21 +93,24 @@ def entry_bytes(entry: TensorEntry) -> int:
     return torch_dtype(entry.dtype).itemsize * math.prod(entry.shape)
 
 
-def digest(tensor: Tensor) -> str:
-    """Digest of a tensor. Depends only on its elements, not on device, strides or storage. Raises `TypeError` for a
-    tensor that is not dense."""
-    import torch
+def digest(tensor: Tensor, like: str = "") -> str:
+    """Digest of a tensor, by the function of `like`. Depends only on its elements, not on device, strides or storage.
 
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"weights of layout {tensor.layout} cannot be synchronised; export dense tensors")
-    return _digest_of(_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
+    Raises `TypeError` for a tensor that is not dense.
+    """
+    if not _is_multilinear(like, tensor):
+        return _digest_of(_bytes(_row_major(tensor).cpu()))
+    digests = Digests()
+    digests.add("", tensor, like)
+    return digests.read()[""]
 
 
-def copy_digested(target: Tensor, source: Tensor) -> str:
+def copy_digested(target: Tensor, source: Tensor, like: str = "") -> str:
     """Copy `source` into `target` (same shape and dtype); returns the digest of `target` after the copy.
 
-    Faster than a copy followed by a digest: each chunk is digested while it is in cache. Large tensors use as many
-    threads as torch does. Raises `ValueError` if shapes or dtypes differ.
+    For XXH3 on the host faster than a copy followed by a digest: each chunk is digested while it is in cache. Large
+    tensors use as many threads as torch does. For several tensors on a device, `Digests.copy` is faster. Raises
+    `ValueError` if shapes or dtypes differ.
     """
     import torch
 
@@ -109,12 +119,77 @@ def copy_digested(target: Tensor, source: Tensor) -> str:
             f"cannot copy {dtype_name(source)} {tuple(source.shape)} into {dtype_name(target)} {tuple(target.shape)}"
         )
     target, source = target.detach(), source.detach()
-    if not (_plain(target) and _plain(source)):
+    if _is_multilinear(like, target) or not (_plain(target) and _plain(source)):
         target.copy_(source)
-        return digest(target)
+        return digest(target, like)
     found = _digest_of(_bytes(target), _bytes(source))
     torch.autograd.graph.increment_version(target)
     return found
+
+
+class Digests:
+    """Digests of several tensors by name. Those that a device computes are read back together: one wait per device."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        self._keys: dict[torch.device, Tensor] = {}
+        self._leaves: dict[torch.device, dict[str, tuple[Tensor, int]]] = {}
+        """Leaves and number of bytes of each tensor, by device and name."""
+
+    def add(self, name: str, tensor: Tensor, like: str = "") -> None:
+        """Digest `tensor`, which may change afterwards. Raises `TypeError` for a tensor that is not dense.
+
+        If `like` is the memory token of this very tensor, the token is its digest.
+        """
+
+        if like.startswith(MEMORY) and memory_token(tensor) == like:
+            self._found[name] = like
+        elif not _is_multilinear(like, tensor):
+            self._found[name] = digest(tensor)
+        else:
+            device = tensor.device
+            if device not in self._keys:
+                self._keys[device] = multilinear.keys(device)
+            leaves = multilinear.leaves_of(_row_major(tensor), self._keys[device])
+            self._leaves.setdefault(device, {})[name] = leaves, tensor.nbytes
+
+    def copy(self, name: str, target: Tensor, source: Tensor, like: str = "") -> None:
+        """Copy `source` into `target` of the same shape, converting it if dtypes differ, and digest `target`."""
+        if target.dtype == source.dtype and not _is_multilinear(like, target):
+            self._found[name] = copy_digested(target, source)
+        else:
+            target.detach().copy_(source.detach())
+            self.add(name, target, like)
+
+    def read(self) -> dict[str, str]:
+        """Digests of all tensors so far, by name."""
+        import torch
+
+        for parts in self._leaves.values():
+            read = torch.cat([leaves for leaves, _ in parts.values()]).cpu().numpy().astype("<i8", copy=False)
+            end = 0
+            for name, (leaves, num_bytes) in parts.items():
+                start, end = end, end + len(leaves)
+                self._found[name] = multilinear.hexdigest(read[start:end].tobytes(), num_bytes)
+        self._leaves.clear()
+        return dict(self._found)
+
+
+def digest_function(found: str) -> str:
+    """Name of the function of a digest: `MULTILINEAR`, or empty for XXH3."""
+    return MULTILINEAR if found.startswith(MULTILINEAR) else ""
+
+
+def _is_multilinear(like: str, tensor: Tensor) -> bool:
+    return like.startswith(MULTILINEAR) or (like.startswith(MEMORY) and not tensor.is_cpu)
+
+
+def _row_major(tensor: Tensor) -> Tensor:
+    import torch
+
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"weights of layout {tensor.layout} cannot be synchronised; export dense tensors")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _plain(tensor: Tensor) -> bool:
@@ -168,8 +243,8 @@ def _digest_of(target: Bytes, source: Bytes | None = None) -> str:
 
 
 def tensor_entry(name: str, tensor: Tensor, known_digest: str | None = None) -> TensorEntry:
-    """Manifest entry of `tensor`. The digest is computed unless `known_digest` is given; an empty string means that it
-    is computed later."""
+    """Manifest entry of `tensor`. The digest is computed unless `known_digest` is given. The name of a function alone
+    (`MULTILINEAR`, or empty for XXH3) means that the digest is computed later."""
     return TensorEntry(
         name=name,
         dtype=dtype_name(tensor),
@@ -178,9 +253,10 @@ def tensor_entry(name: str, tensor: Tensor, known_digest: str | None = None) -> 
     )
 
 
-def make_manifest(version: int, tensors: Iterable[tuple[str, Tensor]]) -> WeightManifest:
-    """Manifest of `tensors`, with digests of all bytes."""
-    return WeightManifest(version=version, tensors=tuple(tensor_entry(name, tensor) for name, tensor in tensors))
+def make_manifest(version: int, tensors: Iterable[tuple[str, Tensor]], like: str = "") -> WeightManifest:
+    """Manifest of `tensors`, with digests of all bytes by the function of `like`."""
+    entries = (tensor_entry(name, tensor, digest(tensor, like)) for name, tensor in tensors)
+    return WeightManifest(version=version, tensors=tuple(entries))
 
 
 def memory_token(tensor: Tensor) -> str:
@@ -191,13 +267,6 @@ def memory_token(tensor: Tensor) -> str:
     """
     layout = "x".join(map(str, tensor.shape)), ".".join(map(str, tensor.stride()))
     return f"{MEMORY}{tensor.device}:{tensor.data_ptr():x}:{dtype_name(tensor)}:{layout[0]}:{layout[1]}"
-
-
-def loaded_digest(tensor: Tensor, expected: str) -> str:
-    """Digest or memory token of a receiver's tensor, if the manifest says `expected`; see `make_receipt`."""
-    if expected.startswith(MEMORY) and memory_token(tensor) == expected:
-        return expected
-    return digest(tensor)
 
 
 def check_version(who: str, version: int, loaded: int, manifest: WeightManifest) -> None:
@@ -212,9 +281,11 @@ def check_version(who: str, version: int, loaded: int, manifest: WeightManifest)
 def make_receipt(manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]]) -> WeightReceipt:
     """Receipt of an engine that has loaded `tensors` (by Hugging Face names) from `manifest`.
 
-    If the manifest has a memory token for a tensor and the tensor still has the same token, the receipt has that token.
-    Otherwise it has the digest of the tensor.
+    Digests are of the functions that the manifest names. If the manifest has a memory token for a tensor and the tensor
+    still has the same token, the receipt has that token.
     """
     expected = {entry.name: entry.digest for entry in manifest.tensors}
-    digests = {name: loaded_digest(tensor, expected.get(name, "")) for name, tensor in tensors}
-    return WeightReceipt(version=manifest.version, digests=digests)
+    digests = Digests()
+    for name, tensor in tensors:
+        digests.add(name, tensor, expected.get(name, ""))
+    return WeightReceipt(version=manifest.version, digests=digests.read())

@@ -13,8 +13,8 @@ from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.model import MeshInfo
-from roll_core.spec.weights import tensor_entry
-from roll_core.types import GenerateRequest, SamplingParams, WeightManifest
+from roll_core.spec.weights import make_manifest
+from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.infer.interrupting import settle
 
 if TYPE_CHECKING:
@@ -122,16 +122,18 @@ class Engine:
         sent: Iterable[tuple[str, Tensor]] | None = None,
         shared: bool = False,
         digests: bool = True,
+        like: str = "",
     ) -> WeightReceipt:
         """Publish `weights` as the next version and return the receipt.
 
         If `sent` is given, these tensors are sent under the manifest of `weights`. With `digests=False`, the manifest
-        has no digests.
+        has no digests. `like` is the function of the digests, see `roll_core.spec.weights`.
         """
         self.version += 1
         self.pristine = False
-        entries = tuple(tensor_entry(name, each, None if digests else "") for name, each in weights.items())
-        manifest = WeightManifest(version=self.version, tensors=entries)
+        manifest = make_manifest(self.version, weights.items(), like)
+        if not digests:
+            manifest = replace(manifest, tensors=tuple(replace(each, digest=like) for each in manifest.tensors))
         tensors = weights.items() if sent is None else sent
         return self.run(lambda: self.strategy.update_weights(self.version, manifest, iter(tensors), shared=shared))
 

@@ -25,6 +25,7 @@ from roll_core.runtime.weights.plan import SyncPlan, role_facts
 from roll_core.runtime.workers.build import served_adapters
 from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
+from roll_core.spec.platform import HOST_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,6 +164,8 @@ class WeightSyncController:
         directory = run.config.model_update_dir or ""
         sender = role_facts(trainer.group, trainer.capabilities.weight_transports, train_devices, directory=directory)
         receiver = role_facts(engine.group, engine.capabilities.weight_transports, infer_devices, directory=directory)
+        workers = (*sender.workers, *receiver.workers)
+        on_devices = not self._in_process and all(each.device.device != HOST_DEVICE for each in workers)
         rejected: dict[str, str] = {}
         while True:
             wanted = run.config.weight_transport
@@ -177,6 +180,7 @@ class WeightSyncController:
                     adapters=served_adapters(self._roles[target], run.config, self._registry) is not None,
                     bucket_bytes=run.config.model_update_buffer_size_mb << 20,
                     deadline_s=run.config.model_update_timeout,
+                    device_digests=on_devices,
                     shares_tensors=target not in run.busy_roles,
                 )
                 broadcaster = WeightBroadcaster(trainer.group, engine.group, plan)

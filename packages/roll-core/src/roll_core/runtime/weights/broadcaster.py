@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import (
+    ContractError,
     CorruptTensorError,
     MissingTensorError,
     ReceiverTimeoutError,
+    RollError,
     StaleWeightsError,
     UnexpectedTensorError,
     WeightsUnchangedError,
@@ -25,7 +27,7 @@ from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.weights.plan import SendOutcome, SyncPlan
 from roll_core.runtime.weights.transfer import ReceivingWorker, SendingWorker
-from roll_core.spec.weights import MEMORY, digest, entry_bytes
+from roll_core.spec.weights import MEMORY, Digests, digest_function, entry_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -255,16 +257,19 @@ class WeightBroadcaster:
         handed_over = dict(handle.tensors)
         digests: dict[str, str] = {}
         """Digests of the bytes of tensors that were handed over and then copied by a receiver."""
-
-        def expected(receipt: WeightReceipt, entry: TensorEntry) -> TensorEntry:
-            if entry.digest.startswith(MEMORY) and receipt.digests.get(entry.name, entry.digest) != entry.digest:
-                if entry.name not in digests:
-                    digests[entry.name] = digest(handed_over[entry.name])
-                return replace(entry, digest=digests[entry.name])
-            return entry
-
         for receipt in receipts:
-            entries = tuple(expected(receipt, entry) for entry in sent.tensors)
+            copied = {
+                entry.name
+                for entry in sent.tensors
+                if entry.digest.startswith(MEMORY) and receipt.digests.get(entry.name, entry.digest) != entry.digest
+            }
+            computed = Digests()
+            for name in copied - digests.keys():
+                computed.add(name, handed_over[name], receipt.digests[name])
+            digests |= computed.read()
+            entries = tuple(
+                replace(each, digest=digests[each.name]) if each.name in copied else each for each in sent.tensors
+            )
             verify(replace(sent, tensors=entries), receipt, self._previous)
         return replace(
             sent, tensors=tuple(replace(each, digest=digests.get(each.name, each.digest)) for each in sent.tensors)
@@ -299,7 +304,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def verify(manifest: WeightManifest, receipt: WeightReceipt, previous: WeightManifest | None = None) -> None:
-    """Raise the most specific `WeightSyncError` if `receipt` differs from `manifest`.
+    """Raise the most specific `WeightSyncError` if `receipt` differs from `manifest`, or `ContractError` if its digests
+    are of another function.
 
     `previous`: manifest of the publish before. Tensors that still have its digests were not updated.
     """
@@ -333,9 +339,14 @@ def _wrong_digests(
     loaded: Mapping[str, str],
     wrong: Sequence[TensorEntry],
     previous: WeightManifest | None,
-) -> WeightSyncError:
-    """The cause of digests that differ: an ignored update, swapped tensors, or other bytes."""
-    names = [entry.name for entry in wrong]
+) -> RollError:
+    """The cause of digests that differ: another function, an ignored update, swapped tensors, or other bytes."""
+    first, names = wrong[0], [entry.name for entry in wrong]
+    if digest_function(loaded[first.name]) != digest_function(first.digest):
+        return ContractError(
+            f"{who}: the receipt has digest {loaded[first.name]} of {first.name}, but the manifest names"
+            f" {digest_function(first.digest) or 'XXH3'}: digest with `like=entry.digest`, or use `make_receipt`"
+        )
     before = {entry.name: entry.digest for entry in previous.tensors} if previous else {}
     if previous is not None and all(loaded[name] == before.get(name) for name in names):
         return StaleWeightsError(
@@ -348,7 +359,6 @@ def _wrong_digests(
     if swapped:
         pairs = ", ".join(f"{a} and {b}" for a, b in swapped[:NAMED])
         return CorruptTensorError(f"{who} has the values of {pairs} swapped, in weight version {version}")
-    first = wrong[0]
     others = f", and {len(wrong) - 1} others: {_names(names[1:])}" if len(wrong) > 1 else ""
     return CorruptTensorError(
         f"{who} loaded other bytes than were sent for {first.name} ({first.dtype} {list(first.shape)}) in weight"

@@ -45,6 +45,8 @@ class SyncPlan:
     """Number of receivers that were restarted so far; connections to the processes before them are stale."""
     self_test: bool = False
     """True if a few numbers are sent instead of weights."""
+    device_digests: bool = False
+    """True if devices compute the digests of weights that are sent (`roll_core.spec.multilinear`)."""
     shares_tensors: bool = True
     """For a transport within one process: true if receivers use the sender's tensors. If false, they copy the tensors,
     because the trainer updates them during generation."""

@@ -19,6 +19,7 @@ from typing_extensions import override
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import ContractError, StaleWeightsError, WeightSyncError
 from roll_core.runtime.weights.plan import ReceiveOutcome, SendHandle, SendOutcome
+from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.transport import (
     BufferSizes,
     Deadline,
@@ -28,7 +29,7 @@ from roll_core.spec.transport import (
     SenderSetup,
     WeightTransport,
 )
-from roll_core.spec.weights import make_receipt, memory_token, tensor_entry, torch_dtype
+from roll_core.spec.weights import Digests, digest_function, make_receipt, memory_token, tensor_entry, torch_dtype
 from roll_core.types import WeightManifest, WeightReceipt
 
 if TYPE_CHECKING:
@@ -90,7 +91,14 @@ class WeightSender:
             sample = sample_fingerprint(tensors)
             return SendHandle(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
         # What determines the export of every rank, and is equal on all of them: a description is collective, too.
-        what = (plan.dtype, plan.weight_format, plan.adapters, plan.self_test, plan.route.sources)
+        what = (
+            plan.dtype,
+            plan.weight_format,
+            plan.device_digests,
+            plan.adapters,
+            plan.self_test,
+            plan.route.sources,
+        )
         if self._described is None or self._described[0] != what:
             self._described = what, tuple(self._describe(plan))
         if not self.sends(plan):
@@ -120,6 +128,12 @@ class WeightSender:
         except BaseException:
             self.close()
             raise
+        if sent and digest_function(sent[0].digest) != digest_function(self._described[1][0].digest):
+            raise ContractError(
+                f"{self._role} rank {self._rank}: weight transport {plan.transport.name} returned digest"
+                f" {sent[0].digest} of {sent[0].name}, but the manifest names {self._described[1][0].digest or 'XXH3'}:"
+                " digest with `like=entry.digest`, as `roll_modeling.bucket_plan.fill` does"
+            )
         return SendOutcome(manifest=WeightManifest(version=plan.version, tensors=tuple(sent)))
 
     def close(self) -> None:
@@ -140,7 +154,7 @@ class WeightSender:
 
     def _describe(self, plan: SyncPlan) -> Iterator[TensorEntry]:
         for name, tensor in self._export(plan):
-            entry = tensor_entry(name, tensor, "")
+            entry = tensor_entry(name, tensor, MULTILINEAR if plan.device_digests else "")
             if _dtype(plan) and tensor.is_floating_point():
                 entry = replace(entry, dtype=plan.dtype)
             yield entry
@@ -185,28 +199,37 @@ def sample_fingerprint(tensors: Sequence[tuple[str, Tensor]], sample_bytes: int 
 
     k is the smallest number for which about `sample_bytes` are read. Different fingerprints prove that a value differs.
     Equal fingerprints prove equality only if all pages are read. An optimizer step that changes no sampled page of any
-    tensor has almost surely changed no value.
+    tensor has almost surely changed no value. A device digests its pages itself; only digests are copied from it.
     """
     total = sum(tensor.nbytes for _, tensor in tensors)
     every = max(1, -(-total // sample_bytes))
-    running = xxhash.xxh3_128()
+    running, digests = xxhash.xxh3_128(), Digests()
     for name, tensor in tensors:
         running.update(f"\0{name}\0".encode())
-        for page in _pages(tensor, every):
-            running.update(page.numpy().data)
+        for number, page in enumerate(_pages(tensor, every)):
+            if page.is_cpu:
+                running.update(page.numpy().data)
+            else:
+                digests.add(f"{name}\0{number}", page, MULTILINEAR)
+    for name, found in digests.read().items():
+        running.update(f"\0{name}\0{found}".encode())
     return running.hexdigest()
 
 
 def _pages(tensor: Tensor, every: int) -> Iterator[Tensor]:
-    """Every `every`-th page of the tensor's bytes, on the host."""
+    """Every `every`-th page of the tensor's bytes; those of a device together, since each costs it several launches."""
     import torch
 
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     if every == 1:
-        yield flat.cpu()
+        yield flat
         return
-    for start in range(0, flat.numel(), _PAGE * every):
-        yield flat[start : start + _PAGE].cpu()
+    period = _PAGE * every
+    num_periods = 0 if flat.is_cpu else flat.numel() // period
+    if num_periods:
+        yield flat[: num_periods * period].view(num_periods, period)[:, :_PAGE]
+    for start in range(num_periods * period, flat.numel(), period):
+        yield flat[start : start + _PAGE]
 
 
 def _exhaust(exported: Iterator[tuple[str, Tensor]]) -> None:

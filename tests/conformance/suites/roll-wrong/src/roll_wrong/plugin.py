@@ -230,6 +230,7 @@ WRONG_ENGINES = (
     "bias_forgotten",
     "receipt_of_the_sent",
     "receipt_of_the_manifest",
+    "digests_of_one_kind",
     "borrows_for_good",
     "writes_into_shared",
     "missing_ignored",

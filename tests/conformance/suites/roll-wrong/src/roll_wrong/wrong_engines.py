@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from roll_core.errors import ModelError
-from roll_core.spec.weights import digest
+from roll_core.spec.weights import digest, make_receipt
 from roll_core.types import Completion, TopTokens, WeightReceipt
 from roll_wrong.engine import RightEngine, log_softmax
 
@@ -294,7 +294,14 @@ class BiasForgotten(RightEngine):
         self.held = {**self.held, "table.weight": arrived["table.weight"]}
 
     def receipt(self, manifest, arrived):
-        return WeightReceipt(version=self.version, digests={name: digest(each) for name, each in arrived.items()})
+        return make_receipt(manifest, arrived.items())
+
+
+class DigestsOfOneKind(RightEngine):
+    """Digests with XXH3, whatever the manifest names."""
+
+    def receipt(self, manifest, arrived):
+        return WeightReceipt(version=self.version, digests={name: digest(each) for name, each in self.held.items()})
 
 
 class ReceiptOfTheSent(RightEngine):
