@@ -9,6 +9,7 @@ from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import TrainingSpec, WantedOutputs
+from roll_modeling import offload
 from roll_modeling.layout import adjacent
 from roll_testing.errors import raises_error
 from shared_tests.live_bytes import LiveBytes
@@ -78,6 +79,27 @@ def test_gradients_are_copied_unless_they_are_zero(build, sequences, accumulated
     assert copied == before.nbytes if accumulated else copied < 64
     strategy.onload(("grads",))
     assert torch.equal(gradient, before)
+
+
+def test_an_arena_of_many_blocks_brings_back_every_byte(monkeypatch):
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 64)
+    buffer = torch.arange(100, dtype=torch.float32)
+    tensors = [
+        buffer[:30],
+        buffer[30:],
+        torch.randn(7),
+        torch.arange(3, dtype=torch.uint8),
+        torch.randn(16),
+        torch.zeros(9),
+    ]
+    before = [each.clone() for each in tensors]
+    offloader = offload.Offloader("student", torch.device("cpu"))
+    for part in ("optimizer", "grads", "optimizer"):
+        offloader.offload(part, tensors, scratch=[scratch := torch.ones(5)])
+        assert all(each.untyped_storage().nbytes() == 0 for each in [*tensors, scratch])
+        offloader.onload(part)
+        assert all(torch.equal(each, other) for each, other in zip(tensors, before, strict=True))
+    assert scratch.untyped_storage().nbytes() == 20
 
 
 def test_siblings_lie_side_by_side_as_before(build, sequences):

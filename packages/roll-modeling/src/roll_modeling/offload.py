@@ -27,25 +27,34 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+BLOCK_BYTES = 64 << 20
+"""Bytes of one copy between host and device; a power of two, to which torch rounds pinned memory up."""
 KEEP_BELOW = 32 << 20
 """Size in bytes above which an allocation gets a mapping of its own; the maximum that glibc accepts."""
 
 
 @dataclass(slots=True)
-class OffloadedStorage:
-    """Freed device memory, and its copy on the host (None for memory of zeros, and for scratch memory)."""
+class OffloadedPart:
+    """Freed device memory of a part, with sizes in bytes."""
 
-    storage: UntypedStorage
-    num_bytes: int
-    host: UntypedStorage | None
+    copied: list[tuple[UntypedStorage, int]]
+    """In the order of their bytes in the arena."""
+    zeros: list[tuple[UntypedStorage, int]]
+    """Memory of zeros, and scratch memory, without a copy."""
 
 
 class Offloader:
-    """Offloads and onloads the state of one rank, by part."""
+    """Offloads and onloads the state of one rank, by part.
+
+    A part's bytes travel through blocks of pinned memory, its arena: one copy per block, and one wait per part. On a
+    device the arena stays for the next phase, until `close`. On the host it exists only while the part is offloaded.
+    """
 
     def __init__(self, role: str, device: torch.device) -> None:
         self._role, self._device = role, device
-        self._offloaded: dict[StateKind, list[OffloadedStorage]] = {}
+        self._on_host = device.type == "cpu"
+        self._offloaded: dict[StateKind, OffloadedPart] = {}
+        self._arenas: dict[StateKind, list[Tensor]] = {}
 
     def offload(self, part: StateKind, tensors: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
         """Offload the device memory of `tensors`, and drop that of `scratch`.
@@ -55,28 +64,54 @@ class Offloader:
         """
         if part in self._offloaded:
             return
-        pin = self._device.type != "cpu"
-        freed = self._offloaded.setdefault(part, [])
-        for storage in filter(self._can_offload, storages(tensors)):
-            host = None
-            if part != "grads" or bool(_as_numbers(storage).any()):
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin).untyped_storage()
-                host.copy_(storage)
-            freed.append(OffloadedStorage(storage, storage.nbytes(), host))
-            storage.resize_(0)
-        for storage in filter(self._can_offload, storages(scratch)):
-            freed.append(OffloadedStorage(storage, storage.nbytes(), None))
+        found = [storage for storage in storages(tensors) if self._can_offload(storage)]
+        dropped = [storage for storage in storages(scratch) if self._can_offload(storage)]
+        if part == "grads" and found:
+            nonzero = torch.stack([_as_numbers(storage).any() for storage in found]).tolist()
+            dropped += [storage for storage, copied in zip(found, nonzero, strict=True) if not copied]
+            found = [storage for storage, copied in zip(found, nonzero, strict=True) if copied]
+        freed = OffloadedPart(
+            copied=[(storage, storage.nbytes()) for storage in found],
+            zeros=[(storage, storage.nbytes()) for storage in dropped],
+        )
+        for number, (pieces, complete) in enumerate(_blocks(found)):
+            block = self._block(part, number, sum(len(piece) for piece in pieces))
+            if self._on_host:
+                torch.cat(pieces, out=block)
+                for storage in complete:
+                    storage.resize_(0)
+            else:
+                block.copy_(pieces[0] if len(pieces) == 1 else torch.cat(pieces), non_blocking=True)
+        self._offloaded[part] = freed
+        self._wait()  # memory that another stream allocated may be reused there as soon as it is freed
+        for storage in (*found, *dropped):
             storage.resize_(0)
         release_cached(self._device)
 
     def onload(self, part: StateKind) -> None:
         """Copy an offloaded part back to the device. Idempotent."""
-        for each in self._offloaded.pop(part, ()):
-            each.storage.resize_(each.num_bytes)
-            if each.host is not None:
-                each.storage.copy_(each.host)
-            else:
-                _as_numbers(each.storage).zero_()
+        freed = self._offloaded.pop(part, None)
+        if freed is None:
+            return
+        for storage, size in (*freed.copied, *freed.zeros):
+            storage.resize_(size)
+        for storage, _ in freed.zeros:
+            _as_numbers(storage).zero_()
+        for number, (pieces, _) in enumerate(_blocks(storage for storage, _ in freed.copied)):
+            sizes = [len(piece) for piece in pieces]
+            block = self._block(part, number, sum(sizes))
+            staged = block if self._on_host or len(pieces) == 1 else block.to(self._device, non_blocking=True)
+            torch._foreach_copy_(pieces, list(torch.split(staged, sizes)), non_blocking=True)
+        if self._on_host:
+            self._arenas.pop(part, None)
+        self._wait()
+
+    def close(self) -> None:
+        """Return all host memory to the system. Parts that are offloaded are lost. Idempotent."""
+        self._offloaded.clear()
+        self._arenas.clear()
+        if not self._on_host and (empty_host_cache := getattr(torch.accelerator, "empty_host_cache", None)):
+            empty_host_cache()  # torch before 2.13 keeps pinned memory for later tensors of the process
 
     def has(self, part: StateKind) -> bool:
         """True if `part` is offloaded."""
@@ -88,9 +123,40 @@ class Offloader:
         if missing:
             raise UnsupportedError(f"role {self._role}: {' and '.join(missing)} are offloaded; call onload first")
 
+    def _block(self, part: StateKind, number: int, num_bytes: int) -> Tensor:
+        """Block of the part's arena, allocated if it does not exist or is too small."""
+        arena = self._arenas.setdefault(part, [])
+        if number == len(arena) or len(arena[number]) < num_bytes:
+            arena[number:] = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=not self._on_host)]
+        return arena[number][:num_bytes]
+
+    def _wait(self) -> None:
+        if not self._on_host:
+            torch.accelerator.synchronize(self._device)
+
     def _can_offload(self, storage: UntypedStorage) -> bool:
         """True if the storage can be offloaded. Memory-mapped files cannot be resized, and use no private memory."""
         return storage.device.type == self._device.type and storage.resizable()
+
+
+def _blocks(found: Iterable[UntypedStorage]) -> Iterator[tuple[list[Tensor], list[UntypedStorage]]]:
+    """The storages' bytes in order, in blocks of `BLOCK_BYTES`: views of them, and the storages that end there."""
+    pieces: list[Tensor] = []
+    complete: list[UntypedStorage] = []
+    room = BLOCK_BYTES
+    for storage in found:
+        rest = _as_numbers(storage)
+        while len(rest):
+            pieces.append(rest[:room])
+            rest = rest[room:]
+            room -= len(pieces[-1])
+            if not len(rest):
+                complete.append(storage)
+            if not room:
+                yield pieces, complete
+                pieces, complete, room = [], [], BLOCK_BYTES
+    if pieces:
+        yield pieces, complete
 
 
 def _as_numbers(storage: UntypedStorage) -> Tensor:

@@ -198,6 +198,11 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         for part in parts:
             self.offloader.onload(part)
 
+    def close(self) -> None:
+        """Return host memory of offloaded parts. Subclasses release the rest."""
+        if hasattr(self, "offloader"):
+            self.offloader.close()
+
     def memory(self) -> Mapping[str, int]:
         """Bytes of this rank's tensors by part; 0 for offloaded parts."""
         held = {part: sum(each.nbytes for each in tensors) for part, tensors in self.part_tensors().items()}

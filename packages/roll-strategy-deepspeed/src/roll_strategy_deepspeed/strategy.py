@@ -307,6 +307,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
 
     def close(self) -> None:
         """Destroy the engine and leave the process group."""
+        super().close()
         engine, self.engine = getattr(self, "engine", None), None
         if engine is not None:
             engine.destroy()

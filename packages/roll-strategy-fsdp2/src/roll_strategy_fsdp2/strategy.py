@@ -310,6 +310,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
 
     def close(self) -> None:
         """Drop the optimizer state and close the process group."""
+        super().close()
         self.optimizer = None
         if hasattr(self, "process_group"):
             self.process_group.close()

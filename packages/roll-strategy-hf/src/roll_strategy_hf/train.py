@@ -279,6 +279,7 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
 
     def close(self) -> None:
         """Leave the process group and release the optimizer."""
+        super().close()
         if hasattr(self, "replicas"):
             self.replicas.close()
         self.optimizer = None

@@ -353,6 +353,7 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
 
     def close(self) -> None:
         """Leave Megatron's process groups."""
+        super().close()
         if hasattr(self, "parallel"):
             self.parallel.close()
 
