@@ -171,6 +171,7 @@ class Extension:
         }
         # ninja is installed next to this interpreter, whose directory may not be on the path.
         env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+        env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the extension may be the backend that torch would load
         if self.has_cuda_sources:
             env |= _gpu_environment(self.name)
         command = [sys.executable, "-m", "roll_modeling.extensions", json.dumps(task)]

@@ -10,6 +10,7 @@ found.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -17,7 +18,10 @@ from roll_core.spec.platform import ROLE_KINDS
 from roll_core.spec.providers import PlatformProvider
 from roll_testing.packaging import PackagingTests
 from roll_testing.platform_programs import KNOWN_DTYPES, UNKNOWN_DTYPE, PlatformReport, ask, compute, fill
-from roll_testing.ranks import RankHost
+from roll_testing.ranks import RankHost, shared_host
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OF_THE_RUNTIME = {
@@ -26,11 +30,12 @@ OF_THE_RUNTIME = {
 """Variables that identify a worker. Executors set them, together with the visible devices."""
 FILLED_BYTES = 256 * 1024**2
 
-_light, _heavy = RankHost(), RankHost(preload=("torch",))
-
 
 class PlatformConformance(PackagingTests):
     """Tests that every platform must pass, with or without its hardware."""
+
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Environment variables of the processes that query the platform and compute on it."""
 
     _kind = PlatformProvider
 
@@ -39,7 +44,7 @@ class PlatformConformance(PackagingTests):
         """What the platform reports about this host, queried once per class."""
         asked = self._once("answers")
         if not asked:
-            asked[()] = _light.run(ask, self.provider.target, timeout_s=self.timeout_s)[0]
+            asked[()] = self._host().run(ask, self.provider.target, timeout_s=self.timeout_s)[0]
         said: PlatformReport = asked[()]
         return said
 
@@ -157,7 +162,7 @@ class PlatformConformance(PackagingTests):
         """A product of two matrices on the first slot must be correct in each dtype that is not refused."""
         self.need_hardware()
         dtypes = [dtype for dtype in KNOWN_DTYPES if not self.answers.supports[dtype]]
-        found = _heavy.run(compute, self.provider.target, dtypes, timeout_s=self.timeout_s)[0]
+        found = self._host("torch").run(compute, self.provider.target, dtypes, timeout_s=self.timeout_s)[0]
         if wrong := {dtype: value for dtype, value in found.items() if value != 8.0}:
             raise AssertionError(f"1·1 summed over 8 should be 8, but is {wrong}")
 
@@ -186,8 +191,11 @@ class PlatformConformance(PackagingTests):
     def _filled(self, num_bytes: int) -> tuple[dict[str, int], dict[str, int]]:
         """Memory of the first slot before and after an allocation; skips the test if it cannot be measured."""
         self.need_hardware()
-        measured = _heavy.run(fill, self.provider.target, num_bytes, timeout_s=self.timeout_s)[0]
+        measured = self._host("torch").run(fill, self.provider.target, num_bytes, timeout_s=self.timeout_s)[0]
         if isinstance(measured, str):
             pytest.skip(measured)
         before, after = measured
         return before, after
+
+    def _host(self, *preload: str) -> RankHost:
+        return shared_host(tuple(sorted(self.environment.items())), preload)
