@@ -32,9 +32,8 @@ from programs import find_platform, make_sequences, make_trainer, model_spec, st
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roll_platform_sim.trace import Trace
-
     from roll_core.spec.train import LossFn, MicroBatch, StateKind, TrainStrategy
+    from roll_platform_sim.trace import Trace
 
 DEVICE, SIZE = "sim", "tiny"
 NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH, VOCABULARY = 2, 8, 24, 512
