@@ -73,6 +73,7 @@ FLAT = {
     "granite": SIZES | {"logits_scaling": 2.0},
     "qwen3_moe": SIZES | MOE,
     "deepseek_v3": SIZES | LATENT | {"first_k_dense_replace": 1},
+    "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4},
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
     "opt": {
         "vocab_size": 61,
@@ -90,7 +91,6 @@ PADDED = {
     | {"first_k_dense_replace": 1, "index_topk": 5, "index_n_heads": 16, "index_head_dim": 16},
     "llama4_text": SIZES | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "pad_token_id": 0},
     "bloom": {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4},
 }
 
 
@@ -286,7 +286,7 @@ def test_windows_in_blocks_of_queries_equal_whole_squares(monkeypatch, window, s
     lengths, generator = (23, 1, 7, 8), torch.Generator().manual_seed(1)
     given = [torch.randn(1, heads, 39, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
     given = [each.requires_grad_() for each in given]
-    how = attention.AttentionOptions(lengths=lengths, scale=0.3, window=window, softcap=softcap)
+    how = attention.AttentionOptions(layout=attention.FlatLayout(lengths), scale=0.3, window=window, softcap=softcap)
     found, expected = attention.attend_flat(*given, how), windowed(*given, lengths, window, softcap)
     upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     bounds = {"rtol": 1e-5, "atol": 1e-6} if softcap else {"rtol": 1e-7, "atol": 1e-7}  # its softmax is float32
@@ -300,7 +300,7 @@ def test_the_memory_of_a_window_grows_with_the_length_and_not_with_its_square(so
     used = []
     for length in (2048, 4096):
         query = torch.randn(1, 2, length, 8, requires_grad=True)
-        how = attention.AttentionOptions(lengths=(length,), scale=0.3, window=256, softcap=softcap)
+        how = attention.AttentionOptions(layout=attention.FlatLayout((length,)), scale=0.3, window=256, softcap=softcap)
         with LiveBytes() as count:
             attention.attend_flat(query, query[:, :1], query[:, :1], how).sum().backward()
         used.append(count.most)

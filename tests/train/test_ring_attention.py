@@ -3,6 +3,7 @@ processes compute the same is in the tests of the strategies that use it."""
 
 import queue
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from roll_core.errors import UnsupportedError
 from roll_modeling import ring_attention
-from roll_modeling.attention import AttentionOptions, attend_flat
+from roll_modeling.attention import AttentionOptions, FlatLayout, attend_flat
 from roll_modeling.ring_attention import blocks, chunks
 from roll_testing.errors import raises_error
 
@@ -53,10 +54,11 @@ def around(ranks, tensors, weights, how):
         mine = own_tokens(rank, ranks, sum(how.lengths))
         ring = ThreadRing(rank, mailboxes)
 
-        def attend(query, key, value):
-            return ring_attention._Ring.apply(query[0], key[0], value[0], how, ring)[None]
+        def attend(query, key, value, sinks=None):
+            return ring_attention._Ring.apply(query[0], key[0], value[0], sinks, how, ring)[None]
 
-        answers[rank] = with_gradients(attend, [each[:, :, mine] for each in tensors], weights[:, mine])
+        inputs = [*(each[:, :, mine] for each in tensors[:3]), *tensors[3:]]
+        answers[rank] = with_gradients(attend, inputs, weights[:, mine])
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
     for each in threads:
@@ -67,22 +69,31 @@ def around(ranks, tensors, weights, how):
 
 
 @pytest.mark.parametrize("window", [0, 4], ids=["", "window"])
-@pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["", "softcap"])
+@pytest.mark.parametrize("scores", ["", "softcap", "sinks"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("lengths", [[17], [5, 1, 9, 3, 12, 2, 7], [1], [2, 30]], ids=str)
-def test_a_ring_computes_what_one_rank_computes(monkeypatch, lengths, ranks, window, softcap):
+def test_a_ring_computes_what_one_rank_computes(monkeypatch, lengths, ranks, window, scores):
     monkeypatch.setattr(ring_attention, "MAX_SCORES", 200)  # so that blocks are cut
-    how = AttentionOptions(lengths=filled_up(lengths, ranks), scale=SIZE**-0.5, window=window, softcap=softcap)
+    layout = FlatLayout(filled_up(lengths, ranks))
+    how = AttentionOptions(layout=layout, scale=SIZE**-0.5, window=window, softcap=3.0 if scores == "softcap" else 0.0)
     drawn = torch.Generator().manual_seed(len(lengths))
     num_tokens = sum(how.lengths)
     tensors = [torch.randn(1, heads, num_tokens, SIZE, generator=drawn) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    tensors += [torch.randn(HEADS, generator=drawn)] if scores == "sinks" else []
     weights = torch.randn(1, num_tokens, HEADS, SIZE, generator=drawn)
-    out, *gradients = with_gradients(lambda *qkv: attend_flat(*qkv, how), tensors, weights)
-    for rank, (found, *found_gradients) in enumerate(around(ranks, tensors, weights, how)):
+
+    def attend(query, key, value, sinks=None):
+        return attend_flat(query, key, value, replace(how, sinks_H=sinks))
+
+    out, *gradients = with_gradients(attend, tensors, weights)
+    by_rank = around(ranks, tensors, weights, how)
+    for rank, (found, *found_gradients) in enumerate(by_rank):
         mine = own_tokens(rank, ranks, num_tokens)
         torch.testing.assert_close(found, out[:, mine], rtol=0, atol=1e-5)
-        for one, other in zip(found_gradients, gradients, strict=True):
+        for one, other in zip(found_gradients[:3], gradients, strict=False):
             torch.testing.assert_close(one, other[:, :, mine], rtol=0, atol=1e-5)
+    if scores == "sinks":
+        torch.testing.assert_close(sum(each[-1] for each in by_rank), gradients[-1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -115,6 +126,6 @@ def test_a_long_sequence_is_as_much_work_for_each_rank():
 
 def test_values_smaller_than_keys_are_refused():
     query, value = torch.zeros(1, HEADS, 4, SIZE), torch.zeros(1, KEY_HEADS, 4, SIZE - 2)
-    how = AttentionOptions(lengths=(8,), scale=1.0, window=0, softcap=0.0)
+    how = AttentionOptions(layout=FlatLayout((8,)), scale=1.0, window=0, softcap=0.0)
     with raises_error(UnsupportedError, "values"):
         ring_attention.Ring.attend(ThreadRing(0, []), query, query[:, :KEY_HEADS], value, how)

@@ -311,7 +311,7 @@ def attention(device: str) -> int:
     """Causal attention over packed rows of 4096 tokens, forward and backward: ours beside torch's and flash-attn's."""
     import torch
 
-    from roll_modeling.attention import AttentionOptions, attend_flat
+    from roll_modeling.attention import AttentionOptions, FlatLayout, attend_flat
 
     tokens, heads, kv_heads, head = (4096, 16, 8, 128) if device != "cpu" else (256, 4, 2, 16)
     place, dtype = torch_device(device), torch.bfloat16
@@ -322,7 +322,7 @@ def attention(device: str) -> int:
         key, value = (
             torch.randn(1, kv_heads, tokens, head, device=place, dtype=dtype, requires_grad=True) for _ in range(2)
         )
-        how = AttentionOptions(lengths=lengths, scale=head**-0.5, window=0, softcap=0.0)
+        how = AttentionOptions(layout=FlatLayout(lengths), scale=head**-0.5, window=0, softcap=0.0)
 
         def flat(q: Any = query, k: Any = key, v: Any = value, how: Any = how) -> None:
             attend_flat(q, k, v, how).sum().backward()

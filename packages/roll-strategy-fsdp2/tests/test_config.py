@@ -51,7 +51,6 @@ def test_a_mixture_of_experts_and_a_model_with_its_own_code_may_have_an_ep_size(
     "model",
     [
         "model_type: mamba2",
-        "model_type: gpt_oss",
         "model_type: stablelm",
         "model_type: qwen3_next",
         "model_type: qwen3_5, text_config: {model_type: qwen3_5_text}",
@@ -73,6 +72,7 @@ def test_context_parallelism_needs_a_model_without_padding(tmp_path, key, model)
     [
         "model_type: qwen3",
         "model_type: mistral3",
+        "model_type: gpt_oss",
         "model_type: granitemoehybrid, layer_types: [attention, attention]",
         "model_type: llama4_text, attention_chunk_size: null",
         "model_type: mamba2, auto_map: {AutoConfig: of.Mine}",

@@ -37,6 +37,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_h
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))
 PHI3 = TINY | {"model_type": "phi3", "pad_token_id": 0}
 PHI3.pop("head_dim")
+GPT_OSS = TINY | {"model_type": "gpt_oss", "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 4}
 GEMMA2 = TINY | {"model_type": "gemma2", "sliding_window": 4, "attn_logit_softcapping": 3.0}
 MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 PHI3_LONG = {key: each for key, each in TINY.items() if key != "head_dim"} | LONGROPE
@@ -96,6 +97,7 @@ JOBS = {
     "ulysses 2, two copies": Job(world_size=4, config={"ulysses_size": 2, "fsdp_size": 1}),
     "ulysses 2, tensor 2": Job(world_size=4, config=TENSOR | {"ulysses_size": 2}),
     "ulysses 2, windows, softcap": Job(world_size=2, config={"ulysses_size": 2}, model={"random_init": GEMMA2}),
+    "ulysses 2, sinks": Job(world_size=2, config={"ulysses_size": 2}, model={"random_init": GPT_OSS}),
     "ulysses 2, other frequencies for long sequences": Job(
         world_size=2, config={"ulysses_size": 2}, model={"random_init": PHI3_LONG}
     ),
@@ -108,6 +110,7 @@ JOBS = {
     "ring 2, tensor 2": Job(world_size=4, config=TENSOR | {"ring_size": 2}),
     "ring 2, two copies, adapters": Job(world_size=4, config={"ring_size": 2, "fsdp_size": 2}, model={"lora": LORA}),
     "ring 2, windows, softcap": Job(world_size=2, config={"ring_size": 2}, model={"random_init": GEMMA2}),
+    "ring 2, sinks": Job(world_size=2, config={"ring_size": 2}, model={"random_init": GPT_OSS}),
     "ring 2, value": Job(world_size=2, max_sequences=1, config={"ring_size": 2}, model={"task": "value"}),
     "ring 2, reward, bf16": Job(world_size=2, config={"ring_size": 2}, model={"task": "reward", "dtype": "bf16"}),
     "experts 2": Job(world_size=2, max_sequences=1, config=EXPERTS, model={"random_init": MOE}),

@@ -43,7 +43,6 @@ FLAT_ATTENTION = "roll_flat"
 ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Values of `layer_types` of layers that mix tokens by attention alone."""
 MIXES_OTHERWISE = {
-    r"\bs_aux\b": "attention sinks",
     r"\bposition_bias=": "a bias on attention by position",
     r"\bcreate_chunked_causal_mask\b": "attention in chunks",
 }

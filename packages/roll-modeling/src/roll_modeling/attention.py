@@ -10,6 +10,7 @@ block of queries, S keys that a block sees.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,13 +19,14 @@ import torch.nn.functional as F
 from roll_core.errors import UnsupportedError
 from roll_modeling.architectures import FLAT_ATTENTION
 from roll_modeling.blocked_attention import blocked_attention, usable
+from roll_modeling.varlen_attention import Sequences, varlen_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
 
-    Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
+    Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 NAME = FLAT_ATTENTION
@@ -52,6 +54,13 @@ class FlatLayout:
     """Attention across the ranks that share the tokens; None on one rank."""
     num_calls: int = field(default=0)
     """Number of attention layers that have run. Layers that mix tokens in other ways are not counted."""
+    _sequences: Sequences | None = field(default=None, init=False, repr=False)
+
+    def sequences(self, device: torch.device) -> Sequences:
+        """The sequences' bounds on `device`. All layers of a pass share them."""
+        if self._sequences is None or self._sequences.bounds.device != device:
+            self._sequences = Sequences.of(self.lengths, device)
+        return self._sequences
 
 
 def register() -> None:
@@ -101,14 +110,14 @@ def flat_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: `[1, H, T, D]` queries, `[1, K, T, D]` keys and values to `[1, T, H, D]`.
 
-    Raises `UnsupportedError` for padded inputs, a cache, dropout, attention sinks, and arguments that are not known,
-    such as the keys to which a sparse attention is limited.
+    `s_aux`, `[H]`, are attention sinks. Raises `UnsupportedError` for padded inputs, a cache, dropout, and arguments
+    that are not known, such as the keys to which a sparse attention is limited.
     """
     del module
     if roll_layout is None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise UnsupportedError("flat attention needs a layout of flat tokens, and no cache")
-    if dropout or s_aux is not None:
-        raise UnsupportedError("flat attention has neither dropout nor attention sinks")
+    if dropout:
+        raise UnsupportedError("flat attention has no dropout")
     if is_causal is False:
         raise UnsupportedError("flat attention is causal")
     for name, each in others.items():
@@ -117,10 +126,11 @@ def flat_attention(
     roll_layout.num_calls += 1
     window = int(attention_mask) if attention_mask is not None else 0
     how = AttentionOptions(
-        lengths=roll_layout.lengths,
+        layout=roll_layout,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window or sliding_window or 0,
         softcap=softcap or 0.0,
+        sinks_H=s_aux,
     )
     context = roll_layout.context
     return (attend_flat if context is None else context.attend)(query, key, value, how), None
@@ -130,25 +140,56 @@ def flat_attention(
 class AttentionOptions:
     """Parameters of a layer's attention, apart from its queries, keys and values."""
 
-    lengths: tuple[int, ...]
-    """Lengths of all sequences, over all ranks."""
+    layout: FlatLayout
+    """Sequences over all ranks."""
     scale: float
     window: int
     """Number of keys that a query sees, its own included; 0 for all keys up to its own."""
     softcap: float
     """Bound of the logit soft-cap: scores lie within ± this value; 0 disables it."""
+    sinks_H: Tensor | None = None
+    """A logit per query head that only adds to the softmax denominator (attention sinks)."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of all sequences, over all ranks."""
+        return self.layout.lengths
 
 
 def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
-    """Attention of flat tokens that are all on this rank; shapes as in `flat_attention`."""
+    """Attention of flat tokens that are all on this rank; shapes as in `flat_attention`.
+
+    One kernel call where a `varlen_kernel` supports the inputs, otherwise calls for each sequence.
+    """
+    head_size = max(query.shape[-1], value.shape[-1])
+    kernel = varlen_kernel(
+        query.device, query.dtype, head_size, softcap=how.softcap != 0, sinks=how.sinks_H is not None
+    )
+    if kernel is not None:
+        sequences = how.layout.sequences(query.device)
+        return kernel(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            sequences,
+            sequences,
+            scale=how.scale,
+            window=how.window,
+            softcap=how.softcap,
+            sinks_H=how.sinks_H,
+        )[None]
     lengths = how.lengths
-    plain = not how.softcap and not 0 < how.window < max(lengths) and value.shape[-1] == query.shape[-1]
+    by_scores = bool(how.softcap) or how.sinks_H is not None
+    plain = not by_scores and not 0 < how.window < max(lengths) and value.shape[-1] == query.shape[-1]
     if plain and usable(query, lengths):
         return blocked_attention(query, key, value, lengths, how.scale)
-    attend = _in_blocks(_attend_softcap(how.softcap) if how.softcap else _attend)
+    if not by_scores and query.device.type != "cpu" and key.shape[1] != query.shape[1]:
+        # Only flash-attn has grouped heads on devices. Otherwise torch would write all scores, H × L² of them.
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    attend = _in_blocks(partial(_attend_scores if by_scores else _attend, how))
     # Split, not sliced: a split's gradient is one concatenation, a slice's gradient a zero tensor of the full length.
     pieces = (torch.split(each, list(lengths), dim=2) for each in (query, key, value))
-    outputs_LHD = [attend(q, k, v, how.scale, how.window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
+    outputs_LHD = [attend(q, k, v, how.window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
     return torch.cat(outputs_LHD, dim=1)
 
 
@@ -158,22 +199,22 @@ def _in_blocks(attend: Attend) -> Attend:
     Masks, scores and products of the whole `[L, L]` square never exist.
     """
 
-    def attend_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    def attend_blocks(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         length = query.shape[2]
         if not 0 < window < length:
-            return attend(query, key, value, scale, 0)
+            return attend(query, key, value, 0)
         size, start = max(window, MIN_BLOCK), 0
         found: list[Tensor] = []
         for block in torch.split(query, size, dim=2):
             first, end = max(0, start + 1 - window), start + block.shape[2]
-            found.append(attend(block, key[:, :, first:end], value[:, :, first:end], scale, window))
+            found.append(attend(block, key[:, :, first:end], value[:, :, first:end], window))
             start = end
         return torch.cat(found, dim=2)
 
     return attend_blocks
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+def _attend(how: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     """Attention of queries that are the last tokens of the keys."""
     mask = _visible(query.shape[2], key.shape[2], window, query.device) if window else None
     return F.scaled_dot_product_attention(
@@ -182,31 +223,31 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
         value,
         attn_mask=mask,
         is_causal=mask is None,
-        scale=scale,
+        scale=how.scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
 
 
-def _attend_softcap(cap: float) -> Attend:
-    """Same as `_attend`, with scores soft-capped to ±cap before the softmax (Gemma 2).
+def _attend_scores(how: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    """Same as `_attend`, with scores soft-capped before the softmax (Gemma 2), and sinks (gpt-oss).
 
-    Library kernels do not support it.
+    torch's fused kernels support neither on every device.
     """
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-        _, heads, length, size = query.shape
-        groups, seen = key.shape[1], key.shape[2]
-        # Query heads that share a key head become rows of one matrix, so keys need not be repeated.
-        rows_KRD = query.reshape(groups, heads // groups * length, size)
-        scores_KRS = torch.matmul(rows_KRD, key[0].transpose(1, 2)) * scale
-        scores_KRS = torch.tanh(scores_KRS / cap) * cap
-        scores_KGLS = scores_KRS.view(groups, heads // groups, length, seen)
-        hidden = ~_visible(length, seen, window or seen, query.device)
-        weights_KGLS = torch.softmax(scores_KGLS.masked_fill(hidden, float("-inf")).float(), dim=-1).to(query.dtype)
-        attended = torch.matmul(weights_KGLS.view(groups, heads // groups * length, seen), value[0])
-        return attended.view(1, heads, length, size)
-
-    return attend
+    _, heads, length, size = query.shape
+    groups, seen = key.shape[1], key.shape[2]
+    # Query heads that share a key head become rows of one matrix, so keys need not be repeated.
+    rows_KRD = query.reshape(groups, heads // groups * length, size)
+    scores_KRS = torch.matmul(rows_KRD, key[0].transpose(1, 2)) * how.scale
+    if how.softcap:
+        scores_KRS = torch.tanh(scores_KRS / how.softcap) * how.softcap
+    hidden = ~_visible(length, seen, window or seen, query.device)
+    scores_HLS = scores_KRS.view(heads, length, seen).masked_fill(hidden, float("-inf")).float()
+    if how.sinks_H is not None:
+        sinks_HL1 = how.sinks_H.float()[:, None, None].expand(heads, length, 1)
+        scores_HLS = torch.cat([scores_HLS, sinks_HL1], dim=-1)
+    weights_HLS = torch.softmax(scores_HLS, dim=-1)[..., :seen].to(query.dtype)
+    attended = torch.matmul(weights_HLS.reshape(groups, heads // groups * length, seen), value[0])
+    return attended.view(1, heads, length, value.shape[-1])
 
 
 def _visible(length: int, seen: int, window: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ Shapes: T tokens (padded), P ranks, H heads, D head size, N rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +86,8 @@ class Ulysses(ContextParallel):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
         """Compute attention between two all-to-all exchanges."""
+        if how.sinks_H is not None:
+            how = replace(how, sinks_H=how.sinks_H.chunk(self.size)[self.rank])
         found = attend_flat(self._heads(query), self._heads(key), self._heads(value), how)
         return self._exchange(found)
 

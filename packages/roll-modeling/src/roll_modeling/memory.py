@@ -275,22 +275,26 @@ def layer_bytes(question: MemoryInput, layer: LayerSize, tokens: int, *, fused: 
     per_token = 2 * hidden * (normed + size)
     if model.normed_heads:
         per_token += (query + key) * normed
-    per_token += size * (2 * query + 2 * key) + _attention_bytes(question)
+    # In float32 on devices, attention repeats keys and values for each query head.
+    repeated = query if question.dtype == "fp32" and not question.on_host else key
+    per_token += size * (2 * query + 2 * repeated) + _attention_bytes(question)
     per_token += size * width * (3 if fused else 4)
     per_token += size * layer.chosen * 3 * hidden
     return tokens * per_token
 
 
 def _attention_bytes(question: MemoryInput) -> int:
-    """Bytes per token that attention saves.
+    """Bytes per token that attention saves beside queries, keys, values and output.
 
-    Short sequences on the host: the attention weights. Otherwise: one number per head, and a copy of the output.
+    Short sequences on the host: the attention weights. Otherwise: one number per head, and a copy of the output if
+    sequences are computed one by one (float32, hosts).
     """
     model, longest = question.model, question.longest
     if question.on_host and question.dtype == "fp32" and longest <= LONGEST_BLOCKED:
         seen = longest if longest <= BLOCK else (longest + BLOCK) // 2
         return 4 * model.num_heads * seen
-    return 4 * model.num_heads + DTYPE_BYTES[question.dtype] * model.query_width
+    one_by_one = question.on_host or question.dtype == "fp32"
+    return 4 * model.num_heads + (DTYPE_BYTES[question.dtype] * model.query_width if one_by_one else 0)
 
 
 def _backward_bytes(question: MemoryInput, layer: LayerSize, tokens: int) -> int:

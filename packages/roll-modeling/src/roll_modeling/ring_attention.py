@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from roll_core.errors import UnsupportedError
 from roll_modeling.context_parallel import ContextParallel
+from roll_modeling.varlen_attention import sinks_gradient, with_sinks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +58,7 @@ class Ring(ContextParallel):
             raise UnsupportedError(
                 f"ring attention needs values of the keys' size {key.shape[-1]}, found {value.shape[-1]}: use Ulysses"
             )
-        found: Tensor = _Ring.apply(query[0], key[0], value[0], how, self)  # type: ignore[no-untyped-call]
+        found: Tensor = _Ring.apply(query[0], key[0], value[0], how.sinks_H, how, self)  # type: ignore[no-untyped-call]
         return found[None]
 
     def pass_on(self, tensor: Tensor) -> _Passing:
@@ -147,7 +148,15 @@ class _Ring(torch.autograd.Function):
     """`[K * G, T, D]` queries and `[K, T, D]` keys and values to `[T, K * G, D]`."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions, ring: Ring) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks_H: Tensor | None,
+        how: AttentionOptions,
+        ring: Ring,
+    ) -> Tensor:
         q_KGTD = query.view(len(key), -1, *query.shape[1:])
         out_KGTD = torch.zeros(q_KGTD.shape, dtype=torch.float32, device=query.device)
         lse_KGT = out_KGTD.new_full(q_KGTD.shape[:3], -torch.inf)
@@ -160,15 +169,20 @@ class _Ring(torch.autograd.Function):
                 seen_KGQD = torch.matmul((scores_KGQE - lse_KGQ[..., None]).exp_(), kv[1][:, None, block.keys].float())
                 _merge(out_KGTD[:, :, block.queries], lse_KGT[:, :, block.queries], seen_KGQD, lse_KGQ)
             kv = passing.wait() if passing is not None else kv
-        ctx.save_for_backward(query, key, value, out_KGTD, lse_KGT)
+        out_THD, lse_HT = out_KGTD.flatten(0, 1).transpose(0, 1), lse_KGT.flatten(0, 1)
+        if sinks_H is not None:
+            out_THD, lse_HT = with_sinks(out_THD, lse_HT, sinks_H)
+        ctx.save_for_backward(query, key, value, sinks_H, out_THD, lse_HT)
         ctx.how, ctx.ring = how, ring
-        return out_KGTD.flatten(0, 1).transpose(0, 1).to(query.dtype)
+        return out_THD.to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out_KGTD, lse_KGT = ctx.saved_tensors
+        query, key, value, sinks_H, out_THD, lse_HT = ctx.saved_tensors
         how, ring = ctx.how, ctx.ring
+        d_sinks_H = None if sinks_H is None else sinks_gradient(grads[0], out_THD, lse_HT, sinks_H)
         q_KGTD = query.view(len(key), -1, *query.shape[1:])
+        out_KGTD, lse_KGT = out_THD.transpose(0, 1).view_as(q_KGTD), lse_HT.view(q_KGTD.shape[:3])
         d_KGTD = grads[0].float().transpose(0, 1).reshape(q_KGTD.shape)
         delta_KGT = (d_KGTD * out_KGTD).sum(dim=-1)
         dq_KGTD = torch.zeros_like(out_KGTD)
@@ -192,7 +206,7 @@ class _Ring(torch.autograd.Function):
             kv = passing.wait() if passing is not None else kv
             dkv = ring.pass_on(dkv).wait()
         dq = dq_KGTD.flatten(0, 1).to(query.dtype)
-        return dq, dkv[0].to(key.dtype), dkv[1].to(value.dtype), None, None
+        return dq, dkv[0].to(key.dtype), dkv[1].to(value.dtype), d_sinks_H, None, None
 
 
 def _pieces(ring: Ring, step: int, how: AttentionOptions, heads: int) -> Iterator[Block]:

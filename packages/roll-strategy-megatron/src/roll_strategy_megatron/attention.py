@@ -1,4 +1,4 @@
-"""Core attention over packed sequences by torch's kernels, with context parallelism.
+"""Core attention over packed sequences, with context parallelism.
 
 Keys and values are all-gathered over the context-parallel ranks (as in Llama 3's training, arXiv:2407.21783, 3.3.2),
 and each rank attends with its own queries. Gradients of keys and values are summed in the backward pass.
@@ -8,8 +8,6 @@ Shapes: L tokens on this rank, P over all context-parallel ranks, H query heads,
 
 from __future__ import annotations
 
-import inspect
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,28 +16,13 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from roll_modeling.attention import FlatLayout, flat_attention
-
-try:
-    from torch.nn.attention import varlen
-
-    varlen_attn: Any = varlen.varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
+from roll_modeling.attention import flat_attention
+from roll_modeling.varlen_attention import Sequences, varlen_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from roll_strategy_megatron.packing import Packed
-
-
-KERNEL = varlen_attn is not None and {"window_size", "enable_gqa"} <= {*inspect.signature(varlen_attn).parameters}
-"""True if torch's `varlen_attn` supports sliding windows and grouped-query attention."""
-LARGEST_HEAD = 192
-"""Largest head size with a backward pass on all supported devices."""
-AMPERE = (8, 0)
 
 
 class PackedAttention(nn.Module):
@@ -67,34 +50,27 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Attention of `[L, H, D]` queries, `[L, K, D]` keys and values.
 
-        Returns `[L, H · D]`, with D the head size of the values.
-
-        Values may be smaller than keys. They are then padded with zeros, and the corresponding part of the output is
-        dropped.
+        Returns `[L, H · D]`, with D the head size of the values, which may be smaller than keys.
         """
-        size = value.shape[-1]
-        if size < key.shape[-1]:
-            value = F.pad(value, (0, key.shape[-1] - size))
-        lengths = packed_seq_params.padded_lengths
+        layout = packed_seq_params.layout
         if self.cp_group.size() > 1:
-            found = self._shared(query, key, value, lengths)
-        elif kernel_takes(query):
-            bounds = packed_seq_params.cu_seqlens_q
-            found = self._by_kernel(query, key, value, bounds, bounds, max(lengths), max(lengths))
-        else:
-            found = flat_attention(
-                self,
-                _heads_first(query),
-                _heads_first(key),
-                _heads_first(value),
-                None,
-                scaling=self.scale,
-                roll_layout=FlatLayout(lengths),
-                sliding_window=self.window,
-            )[0][0]
-        return found[..., :size].flatten(1)
+            return self._shared(query, key, value, layout.lengths).flatten(1)
+        found, _ = flat_attention(
+            self,
+            _heads_first(query),
+            _heads_first(key),
+            _heads_first(value),
+            None,
+            scaling=self.scale,
+            roll_layout=layout,
+            sliding_window=self.window,
+        )
+        return found[0].flatten(1)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """`[L, H, D]`. Values are padded to the keys' size for the exchange."""
+        value_size = value.shape[-1]
+        value = F.pad(value, (0, key.shape[-1] - value_size))
         size, rank = self.cp_group.size(), self.cp_group.rank()
         shares = [length // size for length in lengths]
         both = gather_from_sequence_parallel_region(
@@ -112,13 +88,15 @@ class PackedAttention(nn.Module):
                 end = (number + 1) * piece
                 first = max(0, end - piece - self.window + 1) if self.window else 0
                 seen.append(whole[first:end])
-        if kernel_takes(query):
-            keys = [len(each) for each in seen]
+        kernel = varlen_kernel(query.device, query.dtype, query.shape[-1])
+        if kernel is not None:
             key, value = torch.cat(seen).unbind(1)
-            query_bounds, key_bounds = (_bounds(each, query.device) for each in (pieces, keys))
-            return self._by_kernel(query, key, value, query_bounds, key_bounds, max(pieces), max(keys))
-        queries = torch.split(query, pieces)
-        return torch.cat([self._attend(part, *each.unbind(1)) for part, each in zip(queries, seen, strict=True)])
+            queries, keys = (Sequences.of(each, query.device) for each in (pieces, [len(each) for each in seen]))
+            found = kernel(query, key, value, queries, keys, scale=self.scale, window=self.window)
+        else:
+            parts = zip(torch.split(query, pieces), seen, strict=True)
+            found = torch.cat([self._attend(part, *each.unbind(1)) for part, each in parts])
+        return found[..., :value_size]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention of queries that are the last tokens of the keys' sequence."""
@@ -138,48 +116,6 @@ class PackedAttention(nn.Module):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return found[0].transpose(0, 1)
-
-    def _by_kernel(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_bounds: Tensor,
-        key_bounds: Tensor,
-        longest_query: int,
-        longest_key: int,
-    ) -> Tensor:
-        """Attention of all sequences, or all pieces of them, by one kernel call."""
-        found: Tensor = varlen_attn(
-            query,
-            key,
-            value,
-            query_bounds,
-            key_bounds,
-            longest_query,
-            longest_key,
-            scale=self.scale,
-            window_size=(self.window - 1 if self.window else -1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return found
-
-
-def kernel_takes(query: Tensor) -> bool:
-    """True if torch's flash-attn 2 kernels support this `[L, H, D]` tensor, so that one call handles all sequences."""
-    return (
-        KERNEL
-        and query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= LARGEST_HEAD
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(query.device) >= AMPERE
-    )
-
-
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _heads_first(each: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from roll_modeling.attention import FlatLayout
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 class Packed(PackedSeqParams):  # type: ignore[misc]
     """Megatron's packed sequence parameters, with lengths as Python numbers that need no device synchronization."""
 
-    padded_lengths: tuple[int, ...]
-    """Padded lengths of the sequences, over all context-parallel ranks."""
+    layout: FlatLayout
+    """Padded sequences, over all context-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,8 @@ def pack_for(
         followed = _followed(micro, masked_only)
         rows_N = ((places >= 0) & followed[places.clamp(min=0)]).nonzero()[:, 0]
         places_N = places[rows_N] + 1
-    cu_seqlens = torch.tensor([0, *padded], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    layout = FlatLayout(tuple(padded))
+    cu_seqlens = layout.sequences(device).bounds
     options: dict[str, Any] = {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens,
@@ -145,7 +148,7 @@ def pack_for(
         options |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
     return Packing(
         tokens_1L=tokens_L[None],
-        packed=Packed(**options, padded_lengths=tuple(padded)),
+        packed=Packed(**options, layout=layout),
         rows_N=rows_N,
         targets_N=micro.tokens_T[places_N],
         places_N=places_N,
