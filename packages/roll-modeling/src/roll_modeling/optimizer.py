@@ -93,11 +93,11 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[Tensor, Tensor]:
     """A parameter's moments (`exp_avg`, `exp_avg_sq`), created in the fused kernel's layout before the first step.
 
-    Raises `UnsupportedError` for another optimizer than AdamW.
+    `optimizer` is AdamW of any library: apex and DeepSpeed have fused ones. Raises `UnsupportedError` for another one.
     """
-    if not isinstance(optimizer, torch.optim.AdamW):
-        raise UnsupportedError(f"a portable state has the moments of AdamW, which {type(optimizer).__name__} lacks")
     state = optimizer.state[parameter]
+    if not ({*MOMENTS} <= state.keys() if state else "betas" in optimizer.defaults):
+        raise UnsupportedError(f"a portable state has the moments of AdamW, which {type(optimizer).__name__} lacks")
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for moment in MOMENTS:
