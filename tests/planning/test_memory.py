@@ -37,7 +37,7 @@ def test_in_bfloat16_it_holds_a_float32_copy_as_well(planned, num_parameters):
     # One on its way into the float32 buffer, and the output layer's. Of several chunks it is accumulated in float32.
     assert held(trainer, "backward") == (2 + 4 + 12) * num_parameters + 2 * largest + 2 * largest
     chunks = "actor_train.strategy_args.strategy_config.logprob_chunk_tokens=200"
-    several = role(planned("actor_train.model_args.dtype=bf16", chunks), "actor_train")
+    several = role(planned("actor_train.model_args.dtype=bf16", chunks, "prompt_length=2"), "actor_train")
     assert held(several, "backward") == (2 + 4 + 12) * num_parameters + 2 * largest + (4 + 2) * largest
     assert amounts(trainer, "start", "weights") == (2 + 4) * num_parameters  # drawn in float32
 
@@ -115,15 +115,17 @@ def test_keys_and_values_have_room_for_the_longest_rows(planned):
 
 
 def test_an_accelerator_holds_the_whole_kv_cache(planned):
-    """Two layers of 32 key widths in float32; growing rows copies one of four regions."""
+    """Two layers of 32 key widths in float32; growing rows copies one of their four regions."""
     config = "actor_infer.strategy_args.strategy_config"
     keys = (f"{config}.max_num_seqs=10", f"{config}.max_num_batched_tokens=48")
     position = 2 * 2 * 32 * 4
     engine = role(planned(*ACC, *keys), "actor_infer")
     positions = 10 * 512
-    assert amounts(engine, "generate", "kv cache") == positions * position * 5 // 4 + 48 * position
+    assert amounts(engine, "generate", "kv cache") == positions * position + 48 * position
+    assert amounts(engine, "wait", "kv cache") == positions * position
+    assert amounts(engine, "generate", "activations") == max(10 * 64 * position // 4, 48 * 4 * (3 * 64 + 3 * 160))
     limited = role(planned(*ACC, *keys, f"{config}.kv_cache_gib={1000 * position / 2**30}"), "actor_infer")
-    assert amounts(limited, "generate", "kv cache") == 1000 * position * 5 // 4 + 48 * position
+    assert amounts(limited, "generate", "kv cache") == 1000 * position + 48 * position
 
 
 def test_phases_are_in_order_and_roles_that_share_a_slot_take_turns(planned, num_parameters):
@@ -134,13 +136,34 @@ def test_phases_are_in_order_and_roles_that_share_a_slot_take_turns(planned, num
         "publish", "rollout", "logprobs of the policy", "train", "train: step", "checkpoint of actor_train",
     ]  # fmt: skip
     trainer = role(plan, "actor_train")
+    engine = role(plan, "actor_infer")
     assert slots["publish"]["actor_train"] == 4 * num_parameters
+    # The engine's cache is freed by its sleep, and allocated again by the first request.
+    received = engine.num_bytes("receive", "device") - amounts(engine, "receive", "kv cache")
+    assert slots["publish"]["actor_infer"] == received
     assert "actor_train" not in slots["rollout"]
+    # Gradients and optimizer stay away until the trainer trains.
+    scoring = amounts(trainer, "score", "activations", "logits")
+    assert slots["logprobs of the policy"]["actor_train"] == 4 * num_parameters + scoring
     # Weights, moments; gradients are zero and freed.
     assert nodes["rollout"]["actor_train"] == 12 * num_parameters + MODEL_CODE_BYTES
     assert "actor_infer" not in slots["train"]
     assert slots["train"]["actor_train"] == trainer.num_bytes("backward", "device")
     assert slots["train"]["device context"] == 2 * CONTEXT_BYTES
+
+
+def test_moments_do_not_exist_before_the_first_step(planned, num_parameters):
+    plan = planned(*ACC[:3], "actor_infer.device_mapping=[1]")
+    loads = {(load.where, load.phase): dict(load.by_role) for load in plan.loads}
+    # Weights and the buffer of gradients.
+    assert loads["node 0, slot 0", "start of actor_infer"]["actor_train"] == 8 * num_parameters
+
+
+def test_an_engine_on_another_device_has_its_own_weights(planned, num_parameters):
+    config = "platform=acc", "executor=local", "actor_train.device_mapping=[0]"
+    together, apart = (role(planned(*config, f"actor_infer.device_mapping=[{i}]"), "actor_infer") for i in (0, 1))
+    assert amounts(together, "generate", "weights") == 0
+    assert amounts(apart, "generate", "weights") == 4 * num_parameters
 
 
 def test_roles_of_one_process_share_its_device_context(planned):
@@ -226,5 +249,7 @@ def test_a_student_holds_its_teachers_head_and_compares_whole_vocabularies(plann
         role(planned(*ACC, f"kd_support={each}", text=distill), "actor_train") for each in ("full", "sampled")
     )
     assert amounts(found, "backward", "weights") - amounts(plain, "backward", "weights") == 2 * 1000 * 32
-    # Of 8 rows of 64 tokens: 6 arrays of the default, reverse KL, and hidden states of both models.
-    assert amounts(found, "backward", "logits") == 8 * 64 * (4 * 1000 * 6 + 2 * 4 * 32 + 3 * 4 * 64)
+    # Of 8 rows of 64 tokens, 40 of them the response's: 6 arrays of the default, reverse KL, for the responses, and
+    # hidden states of both models, this one's also for the responses alone, with their gradient.
+    logits, states = 4 * 8 * 40 * 1000 * 6, 8 * 64 * (2 * 4 * 32 + 4 * 64) + 2 * 8 * 40 * 4 * 64
+    assert amounts(found, "backward", "logits") == logits + states

@@ -7,8 +7,10 @@ import pytest
 from roll_core.config.loading import strategy_config
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target
+from roll_core.spec.config import StrategyConfig
 from roll_core.spec.plan import ComparedModel, MemoryInput
 from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_modeling.memory import head_bytes
 from roll_tools.sizes import model_size
 
 MODEL = model_size(
@@ -66,6 +68,14 @@ def test_comparisons_with_another_model_count_its_head_its_states_and_both_logit
     assert (
         train(name, {}, "score", **tokens, compared=compared)["logits"] == train(name, {}, "score", **tokens)["logits"]
     )
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(None, 6 + 6), (4, 6 + 4), (2, 6 + 2), (1, 4 + 2)])
+def test_on_a_device_a_chunk_of_logits_stands_beside_the_log_softmax(chunk, rows):
+    """Of 6 tokens of 8, in chunks of which four are kept. A chunk that is not kept takes twice its logits."""
+    question = MemoryInput(model=MODEL, config=StrategyConfig(), dtype="fp32", longest=4, logprob_tokens=3)
+    states = 4 * 64 * (8 + 2 * 6)
+    assert head_bytes(question, 8, chunk, backward=True, keeps=True) == states + 4 * 1000 * rows
 
 
 def test_twins_that_only_score_have_a_formula_as_well():

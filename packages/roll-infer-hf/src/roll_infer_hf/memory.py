@@ -29,7 +29,7 @@ def engine(question: MemoryInput) -> MemoryEstimate:
             what="weights",
             num_bytes=size * model.parameters,
             formula=f"{size} × {millions(model.parameters)}",
-            during=("start",) if question.shares_weights else (),
+            during=("start", "receive") if question.shares_weights else (),
             offloads=True,
         ),
         *start_uses(question),
@@ -46,12 +46,12 @@ def engine(question: MemoryInput) -> MemoryEstimate:
     room = int(config.kv_cache_gib * GIB)
     rows = max(1, min(config.max_num_seqs, question.outputs or config.max_num_seqs, room // max(1, width * position)))
     prompts = min(config.max_num_batched_tokens, question.prompt_tokens * rows)
-    rows_bytes, rows_formula = rows * width * position, f"{rows} rows × {width} positions"
+    rows_bytes, rows_formula, copied = rows * width * position, f"{rows} rows × {width} positions", 0
     if not question.on_host:
-        # An accelerator backs the whole buffer; the host only the pages that are written. Growing rows copies a layer.
+        # An accelerator backs the whole buffer; the host only the pages that are written.
         widest = -(-(model.max_positions or width) // ALIGNMENT) * ALIGNMENT
+        copied = rows_bytes // (2 * max(1, len(model.layers)))
         rows_bytes = min(room, config.max_num_seqs * widest * position)
-        rows_bytes += rows_bytes // (2 * max(1, len(model.layers)))
         rows_formula = f"{rows_bytes // position} positions within kv_cache_gib"
     layer = max((each.active_width for each in model.layers), default=0)
     live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * layer)) * size
@@ -60,15 +60,22 @@ def engine(question: MemoryInput) -> MemoryEstimate:
             *stored,
             MemoryItem(
                 what="kv cache",
-                num_bytes=rows_bytes + prompts * position,
-                formula=f"({rows_formula} + {prompts} of prompts) × {position} bytes",
+                num_bytes=rows_bytes,
+                formula=f"{rows_formula} × {position} bytes",
                 offloads=True,
                 during=LATER,
             ),
             MemoryItem(
+                what="kv cache",
+                num_bytes=prompts * position,
+                formula=f"{prompts} tokens of prompts × {position} bytes",
+                offloads=True,
+                during=("generate",),
+            ),
+            MemoryItem(
                 what="activations",
-                num_bytes=max(prompts, rows) * live,
-                formula=f"activations of one layer for {max(prompts, rows)} tokens",
+                num_bytes=max(max(prompts, rows) * live, copied),
+                formula=f"of one layer for {max(prompts, rows)} tokens, or one layer's keys while rows grow",
                 during=("generate",),
             ),
             MemoryItem(

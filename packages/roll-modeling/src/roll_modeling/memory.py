@@ -162,7 +162,7 @@ def computation(
     pass, the result is the memory at its most expensive moment. `beside` gives a strategy's own uses at a moment: uses
     during `backward` that end with the pass.
     """
-    uses = [*_scoring(question, chunk_tokens, shards)]
+    uses = [_scoring(question, chunk_tokens, shards)]
     if question.trains:
         uses += _compared_head(question)
         moments = [
@@ -196,6 +196,7 @@ def _training(
         return
     if moment == "head":
         # Of several chunks it is accumulated in float32, next to the gradient of one chunk.
+        tokens = _scored(question, tokens)
         chunk = chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host)
         in_place = size == 4 and chunk < HOST_MIN_ADDED
         per_weight = 4 + size if recomputes else size if chunk >= tokens else 4 if in_place else 4 + size
@@ -239,24 +240,17 @@ def _during_backward(what: str, num_bytes: int, formula: str) -> MemoryItem:
     return MemoryItem(what=what, num_bytes=num_bytes, formula=formula, during=("backward",))
 
 
-def _scoring(question: MemoryInput, chunk_tokens: int | None, shards: int) -> tuple[MemoryItem, ...]:
+def _scoring(question: MemoryInput, chunk_tokens: int | None, shards: int) -> MemoryItem:
+    """Memory of a scoring pass at its larger moment: in a layer, or at the output layer."""
     tokens, model, size = _rows(question, question.score_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
     width = max((layer.active_width for layer in model.layers), default=0)
-    live = 3 * model.hidden_size + max(2 * model.query_width + 2 * model.key_width, 3 * width)
-    return (
-        MemoryItem(
-            what="activations",
-            num_bytes=tokens * live * size,
-            formula=f"of one layer at a time, {tokens} tokens",
-            during=("score",),
-        ),
-        MemoryItem(
-            what="logits",
-            num_bytes=head_bytes(question, tokens, chunk_tokens, backward=False, keeps=False),
-            formula=_head_formula(question, tokens, chunk_tokens, backward=False),
-            during=("score",),
-        ),
-    )
+    live = tokens * size * (3 * model.hidden_size + max(2 * model.query_width + 2 * model.key_width, 3 * width))
+    logits = head_bytes(question, tokens, chunk_tokens, backward=False, keeps=False)
+    if live > logits:
+        formula = f"of one layer at a time, {tokens} tokens"
+        return MemoryItem(what="activations", num_bytes=live, formula=formula, during=("score",))
+    formula = _head_formula(question, tokens, chunk_tokens, backward=False)
+    return MemoryItem(what="logits", num_bytes=logits, formula=formula, during=("score",))
 
 
 def _rows(question: MemoryInput, tokens: int, shards: int) -> int:
@@ -311,26 +305,34 @@ def head_bytes(question: MemoryInput, tokens: int, chunk_tokens: int | None, *, 
     states = tokens * model.hidden_size * size
     if question.task != "causal_lm":
         return states * (2 if backward else 1)
-    chunk = min(tokens, chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host))
-    kept = 4 * min(tokens, kept_tokens(model.vocab_size, chunk_tokens)) * model.vocab_size if keeps else 0
+    scored = _scored(question, tokens)
+    chunk = min(scored, chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host))
+    most_kept = kept_tokens(model.vocab_size, chunk_tokens) if keeps else 0
+    kept = 4 * min(scored, most_kept) * model.vocab_size
     if question.on_host:  # compiled kernels work in place, also on kept values
         logits = max(kept, 4 * chunk * model.vocab_size) + (0 if size == 4 else size) * chunk * model.vocab_size
-    else:
-        logits = 4 * chunk * model.vocab_size * (3 if backward else 2) + kept
-    if not backward:
+    else:  # a chunk's logits beside its log-softmax, which is either kept or not
+        logits = kept + 4 * chunk * model.vocab_size * (1 if 0 < scored <= most_kept else 2)
+    states += scored * model.hidden_size * size * (2 if backward else 1)
+    if not backward or question.compared is None:
         return states + logits
-    if question.compared is None:
-        return 3 * states + logits
     # The comparison's chunks end before those of other outputs begin. The other model's states are float32: of all
     # tokens, and of those that are compared.
     logits = max(logits, 4 * chunk * model.vocab_size * question.compared.num_arrays)
-    return 3 * states + 2 * 4 * tokens * question.compared.hidden_size + logits
+    return states + 2 * 4 * tokens * question.compared.hidden_size + logits
+
+
+def _scored(question: MemoryInput, tokens: int) -> int:
+    """Tokens of a microbatch whose logprobs are computed."""
+    if question.logprob_tokens is None or not question.longest:
+        return tokens
+    return min(tokens, -(-tokens * question.logprob_tokens // question.longest))
 
 
 def _head_formula(question: MemoryInput, tokens: int, chunk_tokens: int | None, *, backward: bool) -> str:
     if question.task != "causal_lm":
         return f"hidden states of {tokens} tokens"
     vocab = question.model.vocab_size
-    chunk = min(tokens, chunk_tokens or head_chunk(vocab, on_host=question.on_host))
+    chunk = min(_scored(question, tokens), chunk_tokens or head_chunk(vocab, on_host=question.on_host))
     compared = f", compared in {question.compared.num_arrays} arrays" if backward and question.compared else ""
     return f"{chunk} tokens × {vocab} logits at a time{compared}, hidden states of {tokens} tokens"

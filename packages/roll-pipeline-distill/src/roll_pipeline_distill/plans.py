@@ -48,4 +48,4 @@ def distill(config: DistillConfig) -> PipelinePlan:
     if config.kd_support == "full" and teachers:
         compared = PlannedComparison(role=teachers[0].name, num_arrays=ARRAYS[config.objective])
         comparisons["actor_train"] = compared
-    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=base.outputs, comparisons=comparisons)
+    return replace(base, roles=tuple(roles), phases=tuple(phases), comparisons=comparisons)

@@ -26,7 +26,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
     config = cast("FSDP2Config", question.config)
     parallel = config.tensor_model_parallel_size
     shards = parallel * (config.fsdp_size or max(1, question.world_size // parallel))
-    uses = [model_code(), *_held(question, config, shards), *_gathered(question, config)]
+    uses = [model_code(), *_held(question, config, shards), *_gathered(question, config, shards)]
     uses += computation(
         replace(question, model=_cut(question.model, parallel)),
         fused=False,
@@ -72,8 +72,8 @@ def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[M
         yield MemoryItem(what="gradients", num_bytes=4 * trained // shards, formula=formula, during=("step",), on=on)
 
 
-def _gathered(question: MemoryInput, config: FSDP2Config) -> Iterator[MemoryItem]:
-    """Gathered parameters of a forward pass and of an export.
+def _gathered(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[MemoryItem]:
+    """Gathered parameters of a forward pass and of an export. The start has a pass over a few tokens.
 
     In a forward pass, these are the parameters outside the layers, the current layer, and the prefetched next layer.
     Without `reshard_after_forward`, all layers stay gathered.
@@ -86,6 +86,11 @@ def _gathered(question: MemoryInput, config: FSDP2Config) -> Iterator[MemoryItem
         formula=f"gathered: {size} × ({millions(sizes.rest)} outside of layers and {millions(whole)} of layers)",
         during=("score",),
     )
+    if not question.on_host:
+        sent = (sizes.rest + sizes.layer) // shards
+        formula = f"gathered: {size} × {millions(sizes.rest + whole)}, and sent: {size} × {millions(sent)}"
+        num_bytes = size * (sizes.rest + whole + sent)
+        yield MemoryItem(what="buffers", num_bytes=num_bytes, formula=formula, during=("start",))
     largest = question.model.largest_matrix
     yield MemoryItem(
         what="buffers", num_bytes=size * largest, formula=f"{size} × {millions(largest)}, gathered", during=("publish",)

@@ -29,18 +29,19 @@ def training(question: MemoryInput) -> MemoryEstimate:
     ]
     if question.trains:
         trained = question.trained_parameters
-        masters = 0 if size == 4 else MASTER_BYTES
-        more = f" and a float32 copy of {MASTER_BYTES}" if masters else ""
         uses += [
             MemoryItem(what="gradients", num_bytes=4 * trained, formula=f"4 × {millions(trained)}", offloads=True),
             MemoryItem(
                 what="optimizer",
-                num_bytes=(MOMENT_BYTES + masters) * trained,
-                formula=f"moments of {MOMENT_BYTES}{more} × {millions(trained)}",
+                num_bytes=MOMENT_BYTES * trained,
+                formula=f"moments of {MOMENT_BYTES} × {millions(trained)}",
                 during=LATER,
                 offloads=True,
             ),
         ]
+        if size != 4:
+            formula = f"float32 copy of {MASTER_BYTES} × {millions(trained)}"
+            uses.append(MemoryItem(what="optimizer", num_bytes=MASTER_BYTES * trained, formula=formula, offloads=True))
         if question.averages:
             uses.append(
                 MemoryItem(

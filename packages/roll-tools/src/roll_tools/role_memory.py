@@ -18,6 +18,7 @@ from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import tokens_of_template
 from roll_core.errors import ModelError, PluginError, RollError, one_line
 from roll_core.plugins.targets import load_target
+from roll_core.runtime.cluster.placement import slots_of
 from roll_core.runtime.workers.build import model_spec, offloads, provider_of
 from roll_core.spec.config import EngineRewardConfig
 from roll_core.spec.plan import DTYPE_BYTES, ComparedModel, MemoryInput, MemoryItem
@@ -156,6 +157,7 @@ def _question(
         num_slots=max(1, *(len(place.slots) for place in places)),
         **_micro_batches(role, worker, config, placement, size),
         prompt_tokens=_prompt_tokens(worker, config),
+        logprob_tokens=config.response_length if placement.pipeline.one_response else None,
         outputs=math.ceil(_outputs(worker, placement) / len(places)),
         random_weights=spec.random_init is not None,
         shares_weights=_borrows(role, config, placement),
@@ -236,9 +238,12 @@ def _micro_batches(
 
 
 def _borrows(role: RoleSpec, config: RunConfig, placement: Placement) -> bool:
-    """True if an engine uses the trainer's own tensors: in one process, with nothing to cast or merge."""
+    """True if an engine uses the trainer's tensors: in one process, on one device, with nothing to cast or merge."""
     choice = placement.weights.get((role.model_from, role.name))
     if choice is None or not choice.provider.in_process:
+        return False
+    slots = [slots_of(placement.places[name]) for name in (role.model_from, role.name)]
+    if slots[0] != slots[1] and not placement.platform.slots_share_cores:
         return False
     trainer, engine = config.roles()[role.model_from], config.roles()[role.name]
     return trainer.model_args.dtype == engine.model_args.dtype and not trainer.model_args.trains_adapters

@@ -67,8 +67,8 @@ class Plan:
     def taken(self) -> Iterator[tuple[str, str, int, int]]:
         """Yield phase, role, and the device and host bytes of one worker of the role."""
         for phase, roles in _phases(self.placement, self.memory):
-            for role in roles:
-                yield phase.name, role.role, *_by_memory(role, phase, self.placement)
+            for role, away in roles:
+                yield phase.name, role.role, *_by_memory(role, phase, away, self.placement)
 
     @property
     def fullest(self) -> tuple[Load, ...]:
@@ -108,23 +108,56 @@ def plan_with(config: RunConfig, registry: Registry, placement: Placement, capac
 # -- phases ------------------------------------------------------------------------------------------------------------
 
 
-def _phases(placement: Placement, memory: tuple[RoleMemory, ...]) -> Iterator[tuple[Phase, list[RoleMemory]]]:
-    """Yield each phase with the roles that exist in it.
+ALL = frozenset({"weights", "gradients", "optimizer", "kv cache"})
+"""Kinds of memory that leave the slots (`MemoryItem.what`)."""
+Moved = list[tuple[RoleMemory, frozenset[str]]]
+"""Roles, and the kinds of their memory that have left the slots."""
 
-    Roles start one after the other; earlier roles offload from the slots that they share with the starting role.
+
+def _phases(placement: Placement, memory: tuple[RoleMemory, ...]) -> Iterator[tuple[Phase, Moved]]:
+    """Yield each phase with the roles that exist in it, as `cluster.leases` moves their memory.
+
+    Roles start one after the other; earlier roles offload from the slots that they share with the starting role. The
+    phases are those of a step that follows another one.
     """
     known = [role for role in memory if not role.unknown]
     for index, role in enumerate(known):
-        yield Phase(name=f"start of {role.role}", acts={role.role: "start"}), known[: index + 1]
-    for phase in placement.pipeline.phases:
-        yield phase, known
+        phase = Phase(name=f"start of {role.role}", acts={role.role: "start"})
+        yield phase, _moved([(each, frozenset[str]()) for each in known[: index + 1]], phase, placement)
+    roles: Moved = [(role, frozenset()) for role in known]
+    for is_first in (True, False):
+        for phase in placement.pipeline.phases:
+            roles = _moved(roles, phase, placement)
+            if not is_first:
+                yield phase, roles
 
 
-def _phase_loads(phase: Phase, placement: Placement, roles: list[RoleMemory], capacity: Capacity) -> list[Load]:
+def _moved(roles: Moved, phase: Phase, placement: Placement) -> Moved:
+    """Roles after those of the phase have taken their slots: others leave these, and each acting role returns."""
+    places, found = placement.places, []
+    for role, away in roles:
+        mine = slots_of(places[role.role])
+        if any(mine & slots_of(places[other]) for other in phase.acts if other != role.role):
+            away = ALL
+        found.append((role, away - _needs(role, phase)))
+    return found
+
+
+def _needs(role: RoleMemory, phase: Phase) -> frozenset[str]:
+    """Memory that a role moves back to its slots for a phase."""
+    act = phase.acts.get(role.role)
+    if act in (None, "score", "publish"):
+        return frozenset({"weights"} if act else ())
+    if act == "receive" and any(use.what == "kv cache" and use.during for use in role.uses):
+        return ALL - {"kv cache"}  # allocated again by the first request
+    return ALL
+
+
+def _phase_loads(phase: Phase, placement: Placement, roles: Moved, capacity: Capacity) -> list[Load]:
     nodes: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     slots: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for role in roles:
-        device, host = _by_memory(role, phase, placement)
+    for role, away in roles:
+        device, host = _by_memory(role, phase, away, placement)
         for each in placement.places[role.role]:
             nodes[each.node][role.role] += host
             for slot in each.slots if _on_slots(role, placement) else ():
@@ -155,16 +188,14 @@ def _on_slots(role: RoleMemory, placement: Placement) -> bool:
     return not placement.platform.slots_share_cores and any(each.slots for each in placement.places[role.role])
 
 
-def _by_memory(role: RoleMemory, phase: Phase, placement: Placement) -> tuple[int, int]:
-    """Device and host bytes of one worker in a phase, after the roles that share slots have offloaded."""
+def _by_memory(role: RoleMemory, phase: Phase, away: frozenset[str], placement: Placement) -> tuple[int, int]:
+    """Device and host bytes of one worker in a phase."""
     act: Activity = phase.acts.get(role.role, "wait")
-    mine = slots_of(placement.places[role.role])
-    crowded = any(mine & slots_of(placement.places[other]) for other in phase.acts if other != role.role)
     device = host = 0
     for use in role.taken(act):
-        # While publishing, a role keeps its weights (`cluster.leases`).
-        now = act == "wait" or (act == "publish" and use.what != "weights")
-        if role.offloads and crowded and use.offloads and now:
+        if act == "wait" and use.during and "start" in phase.acts.values():
+            continue  # allocated by the first step, or only while the role itself started
+        if role.offloads and use.offloads and use.what in away:
             # An engine frees this memory; a trainer moves it to the host, except gradients, which are zero then.
             moves = role.kind != "generate" and use.what != "gradients"
             host += use.num_bytes if moves and use.on == "device" else 0

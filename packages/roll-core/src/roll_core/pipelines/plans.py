@@ -64,7 +64,7 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
     if config.generates:
         roles += rewards(config)
     outputs = config.num_groups * config.group_size
-    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs)
+    return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs, one_response=not config.multi_turn)
 
 
 def add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardRunConfig) -> None:

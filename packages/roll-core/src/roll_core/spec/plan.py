@@ -74,6 +74,8 @@ class PipelinePlan:
     """Sequences that the generating role samples in one phase, over all its workers."""
     comparisons: Mapping[str, PlannedComparison] = field(default_factory=dict)
     """Comparison over the whole vocabulary, by trained role."""
+    one_response: bool = False
+    """True if logprobs are computed for one response of each sequence, and not for its prompt."""
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
@@ -126,6 +128,8 @@ class MemoryInput:
     """Tokens of the longest sequence, prompt and response together."""
     prompt_tokens: int = 0
     """Tokens of the longest prompt."""
+    logprob_tokens: int | None = None
+    """Tokens of the longest sequence whose logprobs are computed; None for all."""
     outputs: int = 0
     """Sequences that one worker samples in a phase."""
     random_weights: bool = False
