@@ -18,7 +18,7 @@ import torch
 from roll_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, UntypedStorage
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 BLOCK_BYTES = 64 << 20
-"""Bytes of one copy between host and device; a power of two, to which torch rounds pinned memory up."""
+"""Largest copy between host and device in bytes."""
 KEEP_BELOW = 32 << 20
 """Size in bytes above which an allocation gets a mapping of its own; the maximum that glibc accepts."""
 
@@ -97,7 +97,7 @@ class Offloader:
             storage.resize_(size)
         for storage, _ in freed.zeros:
             _as_numbers(storage).zero_()
-        for number, (pieces, _) in enumerate(_blocks(storage for storage, _ in freed.copied)):
+        for number, (pieces, _) in enumerate(_blocks([storage for storage, _ in freed.copied])):
             sizes = [len(piece) for piece in pieces]
             block = self._block(part, number, sum(sizes))
             staged = block if self._on_host or len(pieces) == 1 else block.to(self._device, non_blocking=True)
@@ -111,7 +111,7 @@ class Offloader:
         self._offloaded.clear()
         self._arenas.clear()
         if not self._on_host and (empty_host_cache := getattr(torch.accelerator, "empty_host_cache", None)):
-            empty_host_cache()  # torch before 2.13 keeps pinned memory for later tensors of the process
+            empty_host_cache()  # older versions of torch keep pinned memory for later tensors of the process
 
     def has(self, part: StateKind) -> bool:
         """True if `part` is offloaded."""
@@ -139,11 +139,17 @@ class Offloader:
         return storage.device.type == self._device.type and storage.resizable()
 
 
-def _blocks(found: Iterable[UntypedStorage]) -> Iterator[tuple[list[Tensor], list[UntypedStorage]]]:
-    """The storages' bytes in order, in blocks of `BLOCK_BYTES`: views of them, and the storages that end there."""
+def _blocks(found: Sequence[UntypedStorage]) -> Iterator[tuple[list[Tensor], list[UntypedStorage]]]:
+    """The storages' bytes in order, in blocks of equal size: views of them, and the storages that end there.
+
+    A block is at most an eighth of all bytes, because a device needs as much memory to join the pieces. Its size is a
+    power of two, to which torch rounds pinned memory up.
+    """
+    total = sum(storage.nbytes() for storage in found)
+    block_bytes = min(BLOCK_BYTES, 1 << max(total.bit_length() - 4, 0))
     pieces: list[Tensor] = []
     complete: list[UntypedStorage] = []
-    room = BLOCK_BYTES
+    room = block_bytes
     for storage in found:
         rest = _as_numbers(storage)
         while len(rest):
@@ -154,7 +160,7 @@ def _blocks(found: Iterable[UntypedStorage]) -> Iterator[tuple[list[Tensor], lis
                 complete.append(storage)
             if not room:
                 yield pieces, complete
-                pieces, complete, room = [], [], BLOCK_BYTES
+                pieces, complete, room = [], [], block_bytes
     if pieces:
         yield pieces, complete
 
