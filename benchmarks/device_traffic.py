@@ -234,7 +234,7 @@ def publish() -> dict[str, Traffic]:
             receiver = WeightReceiver(engine, role="actor_infer", rank=0, device=device)
             for _ in range(3):
                 version += 1
-                plan = SyncPlan(version=version, transport=transport, num_receivers=1, deadline_s=60.0)
+                plan = SyncPlan(version=version, transport=transport, device_digests=True, deadline_s=60.0)
                 with tracing() as trace:
                     sending, received = await publish_once(plan, sender, receiver)
                 verify(sending, received)

@@ -107,11 +107,10 @@ class Offloader:
         self._wait()
 
     def close(self) -> None:
-        """Return all host memory to the system. Parts that are offloaded are lost. Idempotent."""
+        """Return all host memory. Parts that are offloaded are lost. Idempotent."""
         self._offloaded.clear()
         self._arenas.clear()
-        if not self._on_host and (empty_host_cache := getattr(torch.accelerator, "empty_host_cache", None)):
-            empty_host_cache()  # older versions of torch keep pinned memory for later tensors of the process
+        release_pinned(self._device)
 
     def has(self, part: StateKind) -> bool:
         """True if `part` is offloaded."""
@@ -201,6 +200,17 @@ def release_cached(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.accelerator.empty_cache()
+
+
+def release_pinned(device: torch.device) -> None:
+    """Return freed pinned memory to the system.
+
+    Otherwise torch keeps it for later tensors of the process. Does nothing on the host, with versions of torch that
+    cannot return it, and on devices of other packages (PrivateUse1): torch 2.13 crashes if they register no allocator.
+    """
+    release = getattr(torch.accelerator, "empty_host_cache", None)
+    if release is not None and device.type not in ("cpu", torch._C._get_privateuse1_backend_name()):
+        release()
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
