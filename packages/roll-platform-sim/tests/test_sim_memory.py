@@ -120,3 +120,13 @@ def test_results_that_grow_are_counted():
     assert out.tolist() == [2.0] * 1000
     del out
     assert torch.accelerator.memory_allocated(0) == 0
+
+
+@on_devices()
+def test_the_cache_of_pinned_memory_can_be_emptied():
+    x = torch.ones(MIB, pin_memory=True)
+    assert x.is_pinned()
+    torch.accelerator.empty_host_cache()  # torch calls the backend's allocator without a check that there is one
+    assert x.sum() == MIB
+    del x
+    torch.accelerator.empty_host_cache()

@@ -1,6 +1,7 @@
 // Memory: the host's, counted per device in this process and over all processes of the host.
 #include "sim.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -170,7 +171,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   }
 };
 
-struct PinnedAllocator final : c10::Allocator {
+// Freed memory is returned at once, so that there is no cache to empty.
+struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t num_bytes) override {
     void* data = host_memory(std::max<size_t>(num_bytes, 1));
     std::lock_guard<std::mutex> guard(g_mutex);
@@ -186,6 +188,11 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
 
 }  // namespace
@@ -194,6 +201,7 @@ void configure(std::vector<int> visible, int64_t total_bytes, const std::string&
   g_visible = std::move(visible);
   g_total_bytes = total_bytes;
   g_table = table;
+  at::setHostAllocator(kDevice, static_cast<at::HostAllocator*>(pinned_allocator()));
   ::pthread_atfork(nullptr, nullptr, [] { g_bad_fork = g_initialized.load(); });
 }
 
