@@ -414,7 +414,7 @@ def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[
         raise MissedError("the engine did not start")
     seconds, num_bytes = [], 0
     for version in range(rounds):
-        plan = SyncPlan(version=version, transport=transports[which], num_receivers=1, deadline_s=120.0)
+        plan = SyncPlan(version=version, transport=transports[which], device_digests=device != "cpu", deadline_s=120.0)
         begun = time.perf_counter()
         handle = sender.prepare(plan)
         _pass(ours, which, (plan, handle))
