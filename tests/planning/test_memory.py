@@ -253,3 +253,35 @@ def test_a_student_holds_its_teachers_head_and_compares_whole_vocabularies(plann
     # hidden states of both models, this one's also for the responses alone, with their gradient.
     logits, states = 4 * 8 * 40 * 1000 * 6, 8 * 64 * (2 * 4 * 32 + 4 * 64) + 2 * 8 * 40 * 4 * 64
     assert amounts(found, "backward", "logits") == logits + states
+
+
+def test_selective_recomputation_keeps_products_and_attention(planned):
+    selective = "actor_train.strategy_args.strategy_config.recompute_granularity=selective"
+    slowly = "actor_train.strategy_args.strategy_config.logprob_chunk_tokens=1"
+    tokens, hidden, query, key, width, heads = 8 * 64, 64, 64, 32, 160, 4
+    # The layer's input; outputs of q, k, v, o, gate, up and down; what was attended, and one number per head.
+    kept = 4 * (hidden + query + 2 * key + hidden + 2 * width + hidden + query + heads)
+    full, some = (role(planned(*ACC, slowly, *more), "actor_train") for more in ((), (selective,)))
+    # Recomputing one layer adds the rest of it: what the plan counts for full recomputation, without what is kept.
+    added = 2 * tokens * (kept - 4 * hidden) - tokens * (kept - 4 * hidden)
+    assert amounts(some, "backward", "activations") - amounts(full, "backward", "activations") == added
+
+
+def test_offloaded_activations_are_on_the_host(planned):
+    keys = (*ACC, "actor_train.strategy_args.strategy_config.logprob_chunk_tokens=1")
+    offloaded = role(
+        planned(*keys, "actor_train.strategy_args.strategy_config.activation_offloading=true"), "actor_train"
+    )
+    held = role(planned(*keys), "actor_train")
+    inputs = 2 * (8 * 64) * 64 * 4
+    on_host = [use for use in offloaded.uses if use.what == "activations" and use.on == "host"]
+    assert [use.num_bytes for use in on_host] == [inputs]
+    on_device = [
+        sum(
+            use.num_bytes
+            for use in each.uses
+            if use.what == "activations" and use.on == "device" and "backward" in use.during
+        )
+        for each in (held, offloaded)
+    ]
+    assert on_device[0] - on_device[1] == inputs

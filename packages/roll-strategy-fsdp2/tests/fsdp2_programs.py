@@ -17,6 +17,7 @@ from roll_core.data.pack import pack, totals
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, WantedOutputs
 from roll_core.types import TrainSequence
+from roll_modeling import blocks
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
 from roll_testing.bench import share
@@ -100,6 +101,7 @@ def model_spec(job: Job) -> ModelSpec:
 def built(rank: int, job: Job):
     """The strategy of this rank, closed at the end."""
     torch.set_num_threads(1)
+    blocks.BACKEND = "eager"  # traces and guards are the same, and nothing is compiled
     strategy = FSDP2Strategy(FSDP2Config.model_validate(job.config), job.training)
     mesh = MeshInfo(
         role="student", rank=rank, world_size=job.world_size, master_port=job.port, num_threads=1, timeout_s=40

@@ -56,6 +56,10 @@ JOBS = {
     ),
     "root freed as well": Job(world_size=2, config={"reshard_after_forward": True}),
     "checkpointed": Job(world_size=2, model={"gradient_checkpointing": True}),
+    "recomputed selectively": Job(
+        world_size=2, config={"recompute_granularity": "selective"}, model={"gradient_checkpointing": True}
+    ),
+    "compiled": Job(world_size=2, config={"torch_compile": True}, model={"gradient_checkpointing": True}),
     "on the host": Job(world_size=2, config={"offload_policy": True}),
     "padded": Job(world_size=2, model={"attn_implementation": "sdpa"}),
     "tied": Job(world_size=2, model={"random_init": TINY | {"tie_word_embeddings": True}}),
@@ -175,6 +179,8 @@ def furthest(found, expected):
 ALWAYS = {"2", "adapters"}
 OFTEN = {
     "text of a model with images",
+    "recomputed selectively",
+    "compiled",
     "tensor 2",
     "4, of which one has less to do",
     "reduced each time",

@@ -67,8 +67,19 @@ def register() -> None:
     """Register the attention with transformers. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, flat_attention)
+    if NAME not in AttentionInterface().valid_keys():
+        AttentionInterface.register(NAME, flat_attention)
     AttentionMaskInterface.register(NAME, flat_mask)
+
+
+def register_untraced() -> None:
+    """Keep `torch.compile` from tracing the attention, for all models of this process.
+
+    A trace would hold for the sequence lengths of one microbatch only.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, torch.compiler.disable(flat_attention))  # type: ignore[no-untyped-call]
 
 
 def flat_mask(

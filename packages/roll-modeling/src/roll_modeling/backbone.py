@@ -455,33 +455,3 @@ def _body_returns(model: nn.Module, hidden: Tensor) -> Iterator[None]:
     finally:
         for body in bodies:
             del body.forward  # restores the method of the class
-
-
-def checkpoint_layers(model: nn.Module) -> None:
-    """Make each layer save only its input and recompute the rest in the backward pass.
-
-    Dropout stays off. Raises `ModelError` for a model without such layers.
-    """
-    from torch.utils.checkpoint import checkpoint
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    def checkpointed(layer: nn.Module) -> Callable[..., Any]:
-        def evaluated(forward: Callable[..., Any], *args: Any) -> Any:
-            layer.training = False
-            try:
-                return forward(*args)
-            finally:
-                layer.training = True
-
-        return partial(checkpoint, evaluated, use_reentrant=False, preserve_rng_state=False)
-
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
-    if not layers:
-        raise ModelError(
-            f"{type(model).__name__} has no layers that can be recomputed; set disable_gradient_checkpointing: true"
-        )
-    for layer in layers:
-        layer._gradient_checkpointing_func = checkpointed(layer)
-        layer.gradient_checkpointing = True
-        # transformers recomputes a layer only if `training` is set. The layer's own code runs without it and dropout.
-        layer.training = True

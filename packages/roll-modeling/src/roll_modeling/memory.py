@@ -5,6 +5,7 @@ Arithmetic on sizes, derived in docs/plan.md. Light: imports no torch. Each stra
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryItem
@@ -174,6 +175,11 @@ def computation(
         ]
         fullest = max(moments, key=lambda each: sum(use.num_bytes for use in each))
         uses += [use for use in fullest if use.num_bytes]
+        if _offloads(question):
+            tokens, layers = _rows(question, question.train_tokens, shards), len(question.model.layers)
+            num_bytes = layers * tokens * question.model.hidden_size * DTYPE_BYTES[question.dtype]
+            formula = f"inputs of {layers} layers, {tokens} tokens"
+            uses.append(replace(_during_backward("activations", num_bytes, formula), on="host"))
     return tuple(uses)
 
 
@@ -223,13 +229,17 @@ def _activations(question: MemoryInput, moment: Moment, tokens: int, fused: bool
     model, layers = question.model, question.model.layers
     per_layer = [layer_bytes(question, layer, tokens, fused=fused) for layer in layers]
     backward = max((_backward_bytes(question, layer, tokens) for layer in layers), default=0)
-    again = max(per_layer, default=0) if question.gradient_checkpointing else 0
+    kept = [
+        min(whole, _kept_bytes(question, layer, tokens)) if question.gradient_checkpointing else whole
+        for layer, whole in zip(layers, per_layer, strict=True)
+    ]
+    inputs = tokens * model.hidden_size * DTYPE_BYTES[question.dtype]
+    again = 0
     if question.gradient_checkpointing:
-        kept = [tokens * model.hidden_size * DTYPE_BYTES[question.dtype] for _ in layers]
-    else:
-        kept = per_layer
+        again = max((whole - max(0, rest - inputs) for whole, rest in zip(per_layer, kept, strict=True)), default=0)
     count = 1 if moment == "last layer" else len(layers)
-    how = f"{'inputs of ' if again else ''}{count} layers, {tokens} tokens"
+    selective = "inputs, products and attention of " if _is_selective(question) else "inputs of "
+    how = f"{selective if again else ''}{count} layers, {tokens} tokens"
     if moment == "head":
         return sum(kept), how
     more = ", one layer computed again" if again else ""
@@ -289,6 +299,29 @@ def _attention_bytes(question: MemoryInput) -> int:
         return 4 * model.num_heads * seen
     one_by_one = question.on_host or question.dtype == "fp32"
     return 4 * model.num_heads + (DTYPE_BYTES[question.dtype] * model.query_width if one_by_one else 0)
+
+
+def _kept_bytes(question: MemoryInput, layer: LayerSize, tokens: int) -> int:
+    """Bytes that a recomputed layer keeps on the device, see `blocks.prepare_blocks`."""
+    model, size = question.model, DTYPE_BYTES[question.dtype]
+    if not _is_selective(question):
+        return 0 if _offloads(question) else tokens * model.hidden_size * size
+    outputs = model.query_width + 2 * model.key_width + model.hidden_size
+    outputs += 2 * layer.active_width + max(1, layer.chosen) * model.hidden_size
+    # The kernel for short sequences on the host is no operator of torch, so that it is computed again.
+    short = question.on_host and question.dtype == "fp32" and question.longest <= LONGEST_BLOCKED
+    attended = 0 if short else model.query_width * size + 4 * model.num_heads
+    return tokens * ((model.hidden_size + outputs) * size + attended)
+
+
+def _is_selective(question: MemoryInput) -> bool:
+    return question.gradient_checkpointing and getattr(question.config, "recompute_granularity", None) == "selective"
+
+
+def _offloads(question: MemoryInput) -> bool:
+    """True if inputs of layers wait on the host. Where the host is the device, they stay in place."""
+    offloads = getattr(question.config, "activation_offloading", False)
+    return question.gradient_checkpointing and offloads and not question.on_host
 
 
 def _backward_bytes(question: MemoryInput, layer: LayerSize, tokens: int) -> int:

@@ -20,7 +20,7 @@ from roll_core.spec.module_program import ModelLibrary
 from roll_modeling.model import moved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from roll_core.spec.model import ModelSpec
@@ -50,26 +50,6 @@ def load_module(library: ModelLibrary, spec: ModelSpec, *, device: str = "cpu") 
     if not isinstance(module, nn.Module):
         raise ModelError(f"library {spec.library!r}: load returned {type(module).__name__}, expected a torch module")
     return moved(module, device).eval()
-
-
-def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Make each block save only its input and recompute the rest in the backward pass.
-
-    Random numbers are not repeated: blocks must use none, as in evaluation mode.
-    """
-    for block in blocks:
-        block.forward = _recomputed(block.forward)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    from torch.utils.checkpoint import checkpoint
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return recomputed
 
 
 class StrategyModule:

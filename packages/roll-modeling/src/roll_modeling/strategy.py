@@ -10,6 +10,7 @@ import torch
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import PortableState, StateKind, TrainStrategy
+from roll_modeling.blocks import prepare_blocks, transformer_blocks
 from roll_modeling.lora import Adapters, adapters_off, add_adapters
 from roll_modeling.model import DTYPES, load_model, text_parts
 from roll_modeling.module_programs import StrategyModule, load_module, model_library
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from roll_core.spec.module_program import ModelLibrary
     from roll_core.spec.train import ParameterState
     from roll_modeling.backbone import LanguageHead
+    from roll_modeling.strategy_config import HuggingFaceConfig
 
 OptimizerT = TypeVar("OptimizerT")
 
@@ -72,6 +74,18 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
             for part in text_parts(self.model) if self.library is None else [self.model]:
                 part.requires_grad_(self.training is not None)
         return found
+
+    def _prepare_blocks(self, config: HuggingFaceConfig) -> None:
+        """Set up recomputation, activation offload and compilation of the blocks, after trials of the model."""
+        recomputes = self.training is not None and self.spec.gradient_checkpointing
+        if not recomputes and not config.torch_compile:
+            return
+        prepare_blocks(
+            transformer_blocks(self.model) if self.library is None else self.library.blocks(self.model),
+            recomputation=(config.recompute_granularity or "full") if recomputes else None,
+            offload_from=torch.device(self._mesh.device) if config.activation_offloading else None,
+            compiled=config.torch_compile,
+        )
 
     def _require_training(self) -> OptimizerT:
         """Return the optimizer. Raises `UnsupportedError` for a role that only scores, or if a part is offloaded."""

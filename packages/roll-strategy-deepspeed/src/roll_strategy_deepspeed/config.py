@@ -6,23 +6,12 @@ set to `auto` here, as in files written for other trainers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import override
 
-from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, StrategyConfig
-from roll_modeling.architectures import (
-    CAUSAL_LM,
-    CLASSIFIER,
-    IMAGE_TEXT,
-    check_buildable,
-    check_positions,
-    key_problems,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from roll_core.spec.config import Config, NonNegativeInt, PositiveInt
+from roll_modeling.strategy_config import HuggingFaceConfig
 
 Auto = Literal["auto"]
 Elements = PositiveInt | Auto
@@ -115,7 +104,7 @@ class FP16Config(Config):
     """Lower bound of the loss scale."""
 
 
-class DeepSpeedConfig(StrategyConfig):
+class DeepSpeedConfig(HuggingFaceConfig):
     """`strategy_config` of `deepspeed_train` and `deepspeed_infer`."""
 
     zero_optimization: ZeroConfig = ZeroConfig()
@@ -142,32 +131,19 @@ class DeepSpeedConfig(StrategyConfig):
     """Accepted for files that set it; a run writes its own metrics."""
     wall_clock_breakdown: Literal[False] = False
     """Accepted for files that set it."""
-    logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens per chunk when logprobs and entropy are computed.
-
-    The logits of one chunk are in memory at a time, and the log-softmax of up to four. Default: depends on the
-    vocabulary size and the device.
-    """
     fused: bool = True
     """Use fused norms, gated activations and rotary embeddings, if they exist and give the same results.
 
     Applies to CPU devices only.
     """
 
-    @override
-    def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        check_buildable(keys, CAUSAL_LM, IMAGE_TEXT, CLASSIFIER)
-
-    @override
-    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
-        return key_problems(model_type, given)
-
-    @override
-    def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
-        check_positions(keys, prompt, response)
-
-    @override
-    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
-        from roll_modeling.routing import check_routers
-
-        check_routers(keys)
+    @model_validator(mode="after")
+    def _check_compiled(self) -> Self:
+        if self.torch_compile and self.fused and "fused" in self.model_fields_set:
+            raise ValueError("torch_compile replaces fused: remove one of them")
+        if self.torch_compile and self.zero_optimization.stage == 3:
+            raise ValueError(
+                "torch_compile does not compile layers whose parameters zero_optimization.stage 3 gathers one by one:"
+                " use stage 2, or remove torch_compile"
+            )
+        return self

@@ -16,11 +16,9 @@ from typing_extensions import override
 from roll_core.algorithms.optimizers import adamw
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.train import StepStats, WantedOutputs
-from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.fused import fuse
 from roll_modeling.model import check_ties, tied_names
 from roll_modeling.module_passes import ModulePasses
-from roll_modeling.module_programs import checkpoint_blocks
 from roll_modeling.offload import keep_freed_memory, num_bytes
 from roll_modeling.optimizer import schedule
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
@@ -70,7 +68,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self.model = self._load_model("cpu" if self.stage == 3 else mesh.device)
         self.adapters = self._add_adapters()
         if self.config.fused and self.ranks.device.type == "cpu":
-            if self.library is None:
+            if self.library is None and not self.config.torch_compile:
                 log.info("%s: %d modules fused", mesh.role, fuse(self.model))
             if mesh.device == "cpu":
                 keep_freed_memory()
@@ -83,11 +81,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
             self.computation = Computation(self.model, self.task_model)
             if self.stage == 3:
                 self._gather_head(self.computation)
-        if self.training is not None and model.gradient_checkpointing:
-            if self.library is not None:
-                checkpoint_blocks(self.library.blocks(self.model))
-            else:
-                checkpoint_layers(self.model)
+        self._prepare_blocks(self.config)
         self.engine: Any = None
         ties = tied_names(self.model)
         if self.training is not None:

@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import Config, PositiveInt, StrategyConfig
-from roll_modeling.architectures import (
-    CAUSAL_LM,
-    CLASSIFIER,
-    FLAT_ATTENTION,
-    IMAGE_TEXT,
-    check_buildable,
-    check_flat,
-    check_positions,
-    has_experts,
-    key_problems,
-)
+from roll_core.spec.config import Config, PositiveInt
+from roll_modeling.architectures import FLAT_ATTENTION, check_flat, has_experts
+from roll_modeling.strategy_config import HuggingFaceConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +33,7 @@ class WrapPolicy(Config):
     """
 
 
-class FSDP2Config(StrategyConfig):
+class FSDP2Config(HuggingFaceConfig):
     """`strategy_config` of `fsdp2_train` and `fsdp2_infer`."""
 
     fsdp_size: PositiveInt | None = None
@@ -101,12 +92,6 @@ class FSDP2Config(StrategyConfig):
     """
     wrap_policy: WrapPolicy = WrapPolicy()
     """Modules that are gathered and freed as a unit."""
-    logprob_chunk_tokens: PositiveInt | None = None
-    """Tokens per chunk when logprobs and entropy are computed.
-
-    The logits of one chunk are in memory at a time, and the log-softmax of up to four. Default: depends on the
-    vocabulary size and the device.
-    """
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -117,6 +102,9 @@ class FSDP2Config(StrategyConfig):
                 "tensor_model_parallel_size above 1 distributes the experts, too: remove ep_size, or"
                 " tensor_model_parallel_size"
             )
+        split = next((key for key in ("tensor_model_parallel_size", "ep_size") if getattr(self, key) > 1), None)
+        if self.torch_compile and split is not None:
+            raise ValueError(f"torch_compile does not compile layers that {split} splits: remove one of them")
         return self
 
     @property
@@ -149,6 +137,7 @@ class FSDP2Config(StrategyConfig):
 
     @override
     def check_model_args(self, given: Mapping[str, Any]) -> None:
+        super().check_model_args(given)
         attention = given.get("attn_implementation", "auto")
         if self.context_size > 1 and attention not in ("auto", FLAT_ATTENTION):
             raise ValueError(self._needs_flat(f"attn_implementation: {attention} requires padding (set it to auto)"))
@@ -163,21 +152,3 @@ class FSDP2Config(StrategyConfig):
         """The product of the parallel sizes of one data-parallel group, for error messages."""
         together = f"{self.context_key} {self.context_size}"
         return f"tensor_model_parallel_size {self.tensor_model_parallel_size} × {together}"
-
-    @override
-    def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        check_buildable(keys, CAUSAL_LM, IMAGE_TEXT, CLASSIFIER)
-
-    @override
-    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
-        return key_problems(model_type, given)
-
-    @override
-    def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
-        check_positions(keys, prompt, response)
-
-    @override
-    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
-        from roll_modeling.routing import check_routers
-
-        check_routers(keys)

@@ -14,10 +14,8 @@ from typing_extensions import override
 
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.types import DataRank
-from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.context_parallel import ContextParallel, Ulysses
 from roll_modeling.model import DTYPES, check_ties, layer_configs, tied_names
-from roll_modeling.module_programs import checkpoint_blocks
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.process_group import ProcessGroup
 from roll_modeling.ring_attention import Ring
@@ -77,11 +75,6 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
         held = torch.float32 if self.training is not None else self.compute_dtype
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(held)
-        if self.training is not None and model.gradient_checkpointing:
-            if self.library is not None:
-                checkpoint_blocks(blocks)
-            else:
-                checkpoint_layers(self.model)
         if self.meshes.tensor is not None:
             parallelize(self.model, self.meshes.tensor)
         experts: list[nn.Module] = []
@@ -104,6 +97,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
             self.process_group,
             reduces_each=config.reduce_scatter_during_grad_accumulation,
         )
+        self._prepare_blocks(self.config)
         if self.library is not None and self.passes.module_passes.shared:
             self.library.call_together(self.model)
         if self.training is not None:

@@ -14,7 +14,6 @@ import torch
 from typing_extensions import override
 
 from roll_core.errors import NonFiniteError
-from roll_modeling.backbone import checkpoint_layers
 from roll_modeling.checkpoints import (
     STATE,
     check_names,
@@ -28,7 +27,7 @@ from roll_modeling.checkpoints import (
 from roll_modeling.export import write_model
 from roll_modeling.fused import fuse
 from roll_modeling.layout import make_adjacent
-from roll_modeling.module_programs import checkpoint_blocks, finite_module_loss
+from roll_modeling.module_programs import finite_module_loss
 from roll_modeling.offload import host_copies, keep_freed_memory
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.strategy import HuggingFaceStrategy
@@ -83,18 +82,15 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
             make_adjacent(self.model)
         self.adapters = self._add_adapters()
         if self.config.fused:
-            if self.library is None:
+            if self.library is None and not self.config.torch_compile:
                 log.info("%s: %d modules fused", mesh.role, fuse(self.model))
             if mesh.device == "cpu":
                 keep_freed_memory()
         self.replicas.broadcast(self.model.parameters())
         if self.library is None:
             self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
+        self._prepare_blocks(self.config)
         if self.training is not None:
-            if model.gradient_checkpointing and self.library is not None:
-                checkpoint_blocks(self.library.blocks(self.model))
-            elif model.gradient_checkpointing:
-                checkpoint_layers(self.model)
             self.optimizer = ModelOptimizer(dict(self.model.named_parameters()), self.training, self.replicas)
 
     # -- computing -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""`HuggingFaceConfig`: what the configuration of train strategies for Hugging Face models has in common.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import model_validator
+from typing_extensions import override
+
+from roll_core.spec.config import PositiveInt, StrategyConfig
+from roll_modeling.architectures import (
+    CAUSAL_LM,
+    CLASSIFIER,
+    IMAGE_TEXT,
+    check_buildable,
+    check_positions,
+    key_problems,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class HuggingFaceConfig(StrategyConfig):
+    """Base of the `strategy_config` of strategies that derive from `HuggingFaceStrategy`."""
+
+    logprob_chunk_tokens: PositiveInt | None = None
+    """Tokens per chunk when logprobs and entropy are computed.
+
+    The logits of one chunk are in memory at a time, and the log-softmax of up to four. Default: depends on the
+    vocabulary size and the device.
+    """
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """What to recompute in the backward pass if `model_args` enables gradient checkpointing.
+
+    `full` (default): whole layers. `selective`: what is cheap. Outputs of linear layers and of attention kernels are
+    kept, which saves most of the recomputation and takes more memory.
+    """
+    activation_offloading: bool = False
+    """Keep the inputs of recomputed layers in pinned host memory until the backward pass needs them.
+
+    Not with `recompute_granularity: selective`. No effect on a CPU.
+    """
+    torch_compile: bool = False
+    """Compile the layers by `torch.compile`, once for microbatches of all lengths.
+
+    The first step takes a minute or more. Attention over tokens without padding is not compiled. On a CPU, compiled
+    layers replace those of `fused`.
+    """
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        if self.recompute_granularity == "selective" and self.activation_offloading:
+            raise ValueError(
+                "activation_offloading offloads only inputs of layers, but recompute_granularity: selective keeps more"
+                " on the device: set it to full, or remove activation_offloading"
+            )
+        if self.recompute_granularity == "selective" and self.torch_compile:
+            raise ValueError(
+                "recompute_granularity: selective chooses among single operators, which torch_compile joins: remove"
+                " one of them"
+            )
+        return self
+
+    @override
+    def check_model_args(self, given: Mapping[str, Any]) -> None:
+        asked = [key for key in ("recompute_granularity", "activation_offloading") if getattr(self, key)]
+        if asked and given.get("disable_gradient_checkpointing") is True:
+            raise ValueError(
+                f"model_args.disable_gradient_checkpointing is true, which disables recomputation: remove it or"
+                f" {', '.join(asked)}"
+            )
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> None:
+        check_buildable(keys, CAUSAL_LM, IMAGE_TEXT, CLASSIFIER)
+
+    @override
+    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
+        return key_problems(model_type, given)
+
+    @override
+    def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
+        check_positions(keys, prompt, response)
+
+    @override
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        from roll_modeling.routing import check_routers
+
+        if self.torch_compile:
+            raise ValueError("torch_compile does not compile replaced experts: remove it, or router_replay")
+        check_routers(keys)
