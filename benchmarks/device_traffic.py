@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 DEVICE, SIZE = "sim", "tiny"
 NUM_MICROBATCHES, NUM_SEQUENCES, LENGTH, VOCABULARY = 2, 8, 24, 512
+PACKED_ROWS = 128
 ROWS, SHORT, LONG = 4, 8, 24
 """Rows of the engine's batch, and numbers of their new tokens in the two runs."""
 
@@ -126,6 +127,19 @@ def train() -> dict[str, Traffic]:
     """`hf_train` on one device."""
     trainer = make_trainer(model_spec(SIZE, "bf16"), DEVICE, max_grad_norm=1.0)
     found = {f"training step, hf_train, {name}": training_step(trainer, loss) for name, loss in objectives().items()}
+    trainer.close()
+    return found
+
+
+def packed_rows() -> dict[str, Traffic]:
+    """Forward and backward pass of a microbatch of many short rows."""
+    from roll_core.data.pack import pack
+
+    trainer, loss = make_trainer(model_spec(SIZE, "bf16"), DEVICE), objectives()["SFT"]
+    (micro,) = pack(make_sequences(PACKED_ROWS, LENGTH, VOCABULARY))
+    run = partial(trainer.forward_backward, [micro], loss)
+    run()
+    found = {f"pass over {PACKED_ROWS} packed rows, hf_train": per_unit(Counter(), counted(run), 1)}
     trainer.close()
     return found
 
@@ -265,7 +279,7 @@ def offload() -> dict[str, Traffic]:
     return found
 
 
-PARTS = {each.__name__: each for each in (train, train_fsdp2, decode, publish, offload)}
+PARTS = {each.__name__: each for each in (train, packed_rows, train_fsdp2, decode, publish, offload)}
 
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> str:

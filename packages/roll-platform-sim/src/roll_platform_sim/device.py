@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 CSRC = Path(__file__).with_name("csrc")
 EXTENSION = Extension(
     name="roll_sim",
-    sources=tuple(CSRC / f"{name}.cpp" for name in ("attention", "collectives", "device", "memory", "operators")),
+    sources=tuple(
+        CSRC / f"{name}.cpp"
+        for name in ("attention", "collectives", "device", "memory", "operators", "varlen_attention")
+    ),
     headers=(CSRC / "sim.h",),
     # The macro only makes the cache's key depend on the Python that the module is for.
     cflags=("-O1", "-std=c++20", f"-DPYTHON_ABI={sysconfig.get_config_var('SOABI')}"),

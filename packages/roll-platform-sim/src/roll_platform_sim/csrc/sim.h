@@ -3,7 +3,7 @@
 //   memory.cpp       allocators; bytes per device, of this process and of all processes of the host
 //   device.cpp       current device, streams, events, generators; copies that finish late
 //   operators.cpp    the fallback, which runs CPU kernels on the devices' memory; copies; what CUDA refuses
-//   attention.cpp    fused attention
+//   attention.cpp    fused attention; varlen_attention.cpp: of sequences laid end to end
 //   collectives.cpp  the collective backend, and the Python module
 #pragma once
 #include <ATen/core/Generator.h>
