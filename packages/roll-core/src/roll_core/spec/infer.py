@@ -79,7 +79,7 @@ class InferStrategy(ABC):
         them, unless `shared` is set (transport within one process). With `shared`, use the tensors themselves: live
         parameters of the trainer, or new tensors (merged adapters, another dtype) that the engine then owns. `manifest`
         may lack digests that are not computed yet. Compute the receipt's digests from the engine's weights *after* the
-        update.
+        update, with the function that the manifest names, as `roll_core.spec.weights.make_receipt` does.
 
         With `capabilities.in_flight_update`, running requests continue with the new weights. Otherwise the caller
         ensures that none are running.

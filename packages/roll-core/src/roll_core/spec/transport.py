@@ -195,8 +195,9 @@ class SenderEndpoint(ABC):
     ) -> list[TensorEntry]:
         """Send `exported`, as described by `manifest`; return once every receiver has read all of it.
 
-        Returns the entries with digests of the bytes that were sent. Raises `ReceiversLostError` if receivers are lost,
-        and another `WeightSyncError` if the export differs from the manifest.
+        Returns the entries with digests of the bytes that were sent, by the function that `manifest` names. Raises
+        `ReceiversLostError` if receivers are lost, and another `WeightSyncError` if the export differs from the
+        manifest.
         """
 
     @abstractmethod
