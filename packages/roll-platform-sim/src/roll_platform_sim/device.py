@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_modeling.extensions import Extension
+from roll_modeling.extensions import Extension, cache_folder
 from roll_platform_sim import settings
 
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ def register(
         from roll_platform_sim.trace import trace_process
 
         trace_process(path)
+
+
+def is_compiled() -> bool:
+    """True if this host's cache has compiled devices, of any version of torch. Does not import torch."""
+    return any(cache_folder().glob(f"{EXTENSION.name}-*/{EXTENSION.name}.so"))
 
 
 def _load() -> ModuleType:

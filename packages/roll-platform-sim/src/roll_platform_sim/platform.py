@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import TYPE_CHECKING
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.platform import Platform, Probe
 from roll_platform_sim import settings
+from roll_platform_sim.device import is_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,17 +28,12 @@ class SimPlatform(Platform):
 
     def probe(self) -> Probe:
         """Count the devices that the environment describes."""
-        num, visible = settings.num_devices(), self.device_count()
-        if not num:
-            return Probe(found=False, why=f"{settings.DEVICES} is not set: set it to the number of simulated devices")
-        if not visible:
-            return Probe(found=False, why=f"{settings.VISIBLE} hides all of {num} simulated devices")
-        gib = settings.memory_bytes() / 1024**3
-        return Probe(found=True, why=f"{visible} simulated devices of {gib:g} GiB in this host's memory")
+        num, why = _usable()
+        return Probe(found=num > 0, why=why)
 
     def device_count(self) -> int:
-        """Number of simulated devices that are visible to this process."""
-        return len(settings.visible(settings.VISIBLE, settings.num_devices()))
+        """Number of simulated devices that are visible to this process; 0 if they cannot be compiled."""
+        return _usable()[0]
 
     def supports(self, dtype: str) -> str:
         """Empty for the dtypes that CPUs compute in."""
@@ -46,9 +44,24 @@ class SimPlatform(Platform):
 
         Raises `UnsupportedError` if there is no such device.
         """
-        if local_index >= self.device_count():
-            raise UnsupportedError(f"cannot read the memory of {self.device(local_index)}; found: {self.probe().why}")
+        num, why = _usable()
+        if local_index >= num:
+            raise UnsupportedError(f"cannot read the memory of {self.device(local_index)}; found: {why}")
         import torch
 
         free, total = torch.get_device_module("sim").mem_get_info(local_index)
         return {"total": int(total), "used": int(total - free)}
+
+
+def _usable() -> tuple[int, str]:
+    """Number of devices that torch can use, and a description of what was found."""
+    num = settings.num_devices()
+    if not num:
+        return 0, f"{settings.DEVICES} is not set: set it to the number of simulated devices"
+    visible = len(settings.visible(settings.VISIBLE, num))
+    if not visible:
+        return 0, f"{settings.VISIBLE} hides all of {num} simulated devices"
+    compiler = os.environ.get("CXX", "c++")
+    if not is_compiled() and shutil.which(compiler) is None:
+        return 0, f"simulated devices are compiled on first use, but there is no {compiler}: install g++, or set CXX"
+    return visible, f"{visible} simulated devices of {settings.memory_bytes() / 1024**3:g} GiB in this host's memory"

@@ -116,22 +116,9 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 # -- streams and events ------------------------------------------------------------------------------------------------
 
 
-class Stream(torch.Stream):
-    """A stream. Operators run at once, in the order of the calls, so streams never overlap."""
-
-    def __new__(cls, device: Device = None, priority: int = 0, **ids: Any) -> Stream:
-        """Make a stream of `device`, or with the ids of another stream."""
-        if ids:
-            return super().__new__(cls, priority=priority, **ids)
-        return super().__new__(cls, device=_device(device), priority=priority)
-
-
-class Event(torch.Event):
-    """An event of the current device."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        """Make an event. `blocking` and `interprocess` are ignored."""
-        return super().__new__(cls, _device(None), enable_timing=enable_timing)
+Stream = torch.Stream
+"""A stream. Operators run at once, in the order of the calls: streams never overlap."""
+Event = torch.Event
 
 
 def current_stream(device: Device = None) -> torch.Stream:

@@ -114,7 +114,7 @@ struct Collectives final : c10d::Backend {
       at::Tensor sent = at::cat(flat), received = at::empty({c10::sum_integers(out_sizes)}, sent.options());
       auto work = gloo_->alltoall_base(received, sent, out_sizes, in_sizes, o);
       work->wait();
-      auto parts = received.split_with_sizes(out_sizes);
+      auto parts = received.split_with_sizes(sizes(to));
       for (size_t i = 0; i < to.size(); ++i) to[i].copy_(parts[i].view(to[i].sizes()));
       return work;
     });

@@ -97,7 +97,7 @@ void check_deterministic(std::string_view name, c10::ArrayRef<IValue> arguments)
   bool raises = always.count(name) ||
       (of_numbers.count(name) && !at::isIntegralType(arguments[0].toTensor().scalar_type(), /*includeBool=*/true)) ||
       (name == "bincount" && is_given(1)) ||                                                        // weights
-      (name == "_embedding_bag_dense_backward" && arguments[7].toInt() == 2) ||                     // mode: max
+      (name == "_embedding_bag_backward" && arguments[8].toInt() == 2) ||                           // mode: max
       ((name == "median" || name == "nanmedian") && arguments.size() > 1) ||                         // with indices
       (name == "scatter_reduce" && arguments[4].isString() && arguments[4].toStringRef() == "prod");
   if (raises) at::globalContext().alertNotDeterministic(std::string(name) + " on CUDA");
@@ -149,9 +149,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   int device = check.device < 0 ? requested : check.device;
   record("op", schema.operator_name().name);
   check_deterministic(check.name, c10::ArrayRef<IValue>(arguments, parameters.size()));
-  bool waits = check.takes_indices
-      ? check.has_masks
-      : op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  // Before `index` runs, torch has turned masks into numbers by `nonzero`.
+  bool waits = check.name == "index" ? false
+      : check.takes_indices          ? check.has_masks
+                                     : op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   if (waits) {
     record("wait", check.name);
     wait_for(device);
@@ -342,6 +343,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &sim::empty_strided);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("unfold", &at::native::unfold);
   m.impl("set_.source_Storage", &sim::set_storage);
   m.impl("set_.source_Storage_storage_offset", &sim::set_storage_at);
   m.impl("copy_", &sim::copy_);
@@ -350,6 +353,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &sim::has_compatible_shallow_copy_type);
   m.impl("convolution_overrideable", &sim::convolution);
   m.impl("convolution_backward_overrideable", &sim::convolution_backward);
+  // One operator, as on CUDA, where other devices by default get many.
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    bool is_foreach = op.name.rfind("aten::_foreach_", 0) == 0 && op.name != "aten::_foreach_copy_";
+    if (is_foreach || op.name == "aten::native_layer_norm" || op.name == "aten::native_group_norm")
+      m.impl(c10::toString(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&sim::fallback>());
+  }
 }
 
 // torch.autocast: the operators that it runs in lower precision on every accelerator.
