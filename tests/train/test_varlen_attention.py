@@ -8,7 +8,9 @@ value, and of the output from which the backward pass sums dO · O.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from itertools import product
 from types import ModuleType
 
 import numpy as np
@@ -16,11 +18,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
 from roll_core.spec.train import WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.attention import AttentionOptions, FlatLayout, attend_flat
 from roll_modeling.varlen_attention import Sequences, varlen_kernel
+from roll_strategy_hf.config import HFTrainConfig
 from roll_testing.models import QWEN3
 from shared_tests.flash_operators import BACKWARD, FORWARD, flash_forward, flash_operators
 
@@ -43,12 +47,14 @@ def random_tensors(lengths, size=16, value_size=None, key_heads=KEY_HEADS):
     return qkv, grad.transpose(1, 2), torch.randn(HEADS, generator=generator)
 
 
-def with_gradients(qkv, grad, how, dtype):
-    inputs = [each.to(dtype).requires_grad_() for each in qkv]
+def with_gradients(qkv, grad, how, dtype, device="cpu"):
+    """Output and gradients, of sinks too if there are any."""
+    inputs = [each.to(device, dtype).requires_grad_() for each in qkv]
     if how.sinks_H is not None:
-        inputs.append(how.sinks_H)
+        inputs.append(how.sinks_H.to(device).requires_grad_())
+        how = replace(how, sinks_H=inputs[-1])
     out = attend_flat(*inputs[:3], how)
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))]
+    return [each.cpu().float() for each in (out.detach(), *torch.autograd.grad(out, inputs, grad.to(device, dtype)))]
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -57,17 +63,26 @@ def with_gradients(qkv, grad, how, dtype):
 def test_one_call_equals_a_call_per_sequence(operators, lengths, window, sinks):
     qkv, grad, sinks_H = random_tensors(lengths)
     how = AttentionOptions(
-        layout=FlatLayout(lengths),
-        scale=0.3,
-        window=window,
-        softcap=0.0,
-        sinks_H=sinks_H.requires_grad_() if sinks else None,
+        layout=FlatLayout(lengths), scale=0.3, window=window, softcap=0.0, sinks_H=sinks_H if sinks else None
     )
     found = with_gradients(qkv, grad, how, torch.float16)
     assert operators == [FORWARD, BACKWARD]
     for one, other in zip(found, with_gradients(qkv, grad, how, torch.float32), strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=2**-9, atol=2**-9)
+        torch.testing.assert_close(one, other, rtol=2**-9, atol=2**-9)
     assert operators == [FORWARD, BACKWARD]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_kernels_of_a_gpu_equal_the_cpu():
+    for lengths, window, sinks in product(LENGTHS.values(), (0, 1, 4), (False, True)):
+        qkv, grad, sinks_H = random_tensors(lengths)
+        how = AttentionOptions(
+            layout=FlatLayout(lengths), scale=0.3, window=window, softcap=0.0, sinks_H=sinks_H if sinks else None
+        )
+        expected = with_gradients(qkv, grad, how, torch.float32)
+        for one, other in zip(with_gradients(qkv, grad, how, torch.float16, "cuda"), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=2**-9, atol=2**-8)  # weights are fp16 in its products
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(20, 20), (24, 16), (16, 24)])
@@ -77,7 +92,7 @@ def test_heads_of_any_size_are_padded(operators, size, value_size):
     found = with_gradients(qkv, grad, how, torch.float16)
     assert operators == [FORWARD, BACKWARD]
     for one, other in zip(found, with_gradients(qkv, grad, how, torch.float32), strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=2**-9, atol=2**-9)
+        torch.testing.assert_close(one, other, rtol=2**-9, atol=2**-9)
 
 
 def test_sinks_take_part_of_the_weight():
@@ -101,6 +116,20 @@ def test_a_model_calls_one_kernel_per_layer(build, operators, num_rows):
     assert operators == [FORWARD] * QWEN3["num_hidden_layers"]
     exact = build(forward_only=True).forward(pack(rows)[0], WantedOutputs(logprobs=True)).logprobs_T
     assert float((found - exact).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize(("recomputed", "num_forward"), [(None, 1), ("full", 2), ("selective", 1)])
+def test_selective_recomputation_keeps_what_the_kernel_computed(build, operators, recomputed, num_forward):
+    strategy = build(
+        dtype="bf16",
+        gradient_checkpointing=recomputed is not None,
+        config=HFTrainConfig(recompute_granularity=recomputed),
+    )
+    rows = [TrainSequence(id=str(i), tokens=np.arange(5), loss_mask=np.arange(5) > 0) for i in range(3)]
+    operators.clear()
+    strategy.forward_backward(pack(rows), sft_objective())
+    layers = QWEN3["num_hidden_layers"]
+    assert (operators.count(FORWARD), operators.count(BACKWARD)) == (num_forward * layers, layers)
 
 
 # -- the package flash-attn --------------------------------------------------------------------------------------------
