@@ -115,7 +115,7 @@ def copied(monkeypatch):
         return tensor.clone()
 
     hooks = torch.autograd.graph.saved_tensors_hooks
-    monkeypatch.setattr(blocks, "_inputs_on_host", lambda _device: hooks(copy, torch.Tensor.clone))
+    monkeypatch.setattr(blocks, "inputs_on_host", lambda _device: hooks(copy, torch.Tensor.clone))
     return found
 
 

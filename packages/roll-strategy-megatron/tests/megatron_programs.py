@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from unittest.mock import patch
@@ -44,6 +46,31 @@ DEEPSEEK = models.DEEPSEEK | {
 }
 """With shared experts, scores that are scaled, and positions beyond those it was made for."""
 WANT = WantedOutputs(logprobs=True, entropy=True, topk=3, temperature=0.8)
+
+
+def offloaded(rank, case: Case, step) -> tuple[list[int], dict, dict]:
+    """Bytes of the tensors that would wait on the host in a training step, and the weights after it, with and without.
+
+    On a CPU nothing is copied: copies are made as on a device.
+    """
+    found: list[int] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.nbytes)
+        return tensor.clone()
+
+    def hooks(device):
+        return (
+            torch.autograd.graph.saved_tensors_hooks(copy, torch.Tensor.clone) if device is not None else nullcontext()
+        )
+
+    trained = []
+    with patch("roll_strategy_megatron.model.inputs_on_host", hooks):
+        for config in ({}, {"activation_offloading": True}):
+            with built(replace(case, strategy_config=config), rank) as strategy:
+                take_step(strategy, step)
+                trained.append(weights(strategy))
+    return found, *trained
 
 
 def score_and_train(rank, case: Case, batch, steps, want=WANT):

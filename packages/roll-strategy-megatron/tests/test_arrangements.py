@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from divisions import DIVISIONS
-from megatron_programs import DEEPSEEK, MIXTURE, WANT, score_and_train, train_unchecked
+from megatron_programs import DEEPSEEK, MIXTURE, WANT, offloaded, score_and_train, train_unchecked
 from safetensors.torch import load_file, save_file
 
+from roll_core.data.pack import pack
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Case, Split, Step
@@ -263,6 +264,15 @@ def test_megatron_divides_a_model_as_check_supposes(run, tmp_path, name):
     )
     (step,) = steps((1,), "causal_lm")
     assert run(train_unchecked, case, step) == (division.fits,) * division.ranks
+
+
+def test_inputs_of_recomputed_layers_are_offloaded(run, tmp_path):
+    case = case_of(Arrangement(ranks=1, model=QWEN3 | SIX, checkpointing=True), tmp_path)
+    (step,) = steps((1,), "causal_lm")
+    ((copied, kept, moved),) = run(offloaded, case, step)
+    check_same("weights after a step", moved, kept)
+    for micro in pack(step.sequences, max_sequences=step.split.max_sequences):
+        assert copied.count(len(micro.tokens_T) * QWEN3["hidden_size"] * 4) >= SIX["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)

@@ -208,6 +208,7 @@ def test_only_training_needs_sequence_parallel_beside_experts(tmp_path):
     [
         ("{recompute_granularity: full, recompute_num_layers: 2}", "recompute_granularity, recompute_num_layers"),
         ("{moe_layer_recompute: true}", "moe_layer_recompute"),
+        ("{activation_offloading: true}", "activation_offloading"),
     ],
 )
 def test_what_is_computed_again_is_not_said_where_nothing_is(tmp_path, keys, named):
@@ -217,6 +218,18 @@ def test_what_is_computed_again_is_not_said_where_nothing_is(tmp_path, keys, nam
     assert mentions(f"{said}\n", named)
     assert checked(tmp_path, config=keys).config.sft_train.strategy_args is not None
     assert checked(tmp_path, config="{moe_layer_recompute: false}", model=model).config.sft_train is not None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{recompute_granularity: selective, activation_offloading: true}",
+        "{moe_layer_recompute: true, activation_offloading: true}",
+        "{recompute_granularity: full, recompute_method: block, activation_offloading: true}",
+    ],
+)
+def test_only_inputs_of_layers_are_offloaded(tmp_path, config):
+    assert mentions(refusal(tmp_path, config=config), "activation_offloading")
 
 
 @pytest.mark.parametrize("platform", ["rocm", "npu"])
@@ -254,6 +267,7 @@ OF_TRAINING = {
     "recompute_num_layers": 2,
     "recompute_modules": ["moe"],
     "moe_layer_recompute": True,
+    "activation_offloading": True,
     "overlap_grad_reduce": True,
     "ddp_bucket_size": 1000,
     "optimizer_cpu_offload": True,

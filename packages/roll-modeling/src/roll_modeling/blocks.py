@@ -20,6 +20,7 @@ from roll_modeling import attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
     from typing import Literal
 
 BACKEND = "inductor"
@@ -71,6 +72,16 @@ def prepare_blocks(
         block.forward = forward
 
 
+def inputs_on_host(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Keep tensors on `device` that autograd saves in this context in pinned host memory. No effect on a CPU.
+
+    Copies in both directions are queued on the device, so that the host does not wait for them.
+    """
+    if device is None or device.type == "cpu":
+        return nullcontext()
+    return torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=device.type)
+
+
 def _recomputed(
     forward: Callable[..., Any], recomputation: Literal["full", "selective"], offload_from: torch.device | None
 ) -> Callable[..., Any]:
@@ -90,17 +101,10 @@ def _recomputed(
         def positional(*inputs: Any) -> Any:  # without a reference to `args`, which would keep them on the device
             return forward(*inputs[:number], **kwargs, **dict(zip(names, inputs[number:], strict=True)))
 
-        with _inputs_on_host(offload_from):
+        with inputs_on_host(offload_from):
             return checkpoint(positional, *args, *named, **options)
 
     return recomputed
-
-
-def _inputs_on_host(device: torch.device | None) -> Any:
-    """Copies in both directions are queued on the device, so that the host does not wait for them."""
-    if device is None or device.type == "cpu":
-        return nullcontext()
-    return torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=device.type)
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Any:

@@ -37,6 +37,7 @@ REFUSED = {
     "moe_permute_fusion": TRANSFORMER_ENGINE,
     "moe_router_fusion": TRANSFORMER_ENGINE,
     "cross_entropy_loss_fusion": "logprobs are computed in chunks, and losses from logprobs",
+    "torch_compile": "Megatron's layers communicate between their parts, and compiling them is not tested",
     "bias_activation_fusion": "Megatron recompiles it for each length of a microbatch",
     "moe_expert_capacity_factor": DROPS,
     "moe_pad_expert_input_to_capacity": DROPS,
@@ -77,6 +78,7 @@ RECOMPUTATION = (
     "recompute_num_layers",
     "recompute_modules",
     "moe_layer_recompute",
+    "activation_offloading",
 )
 """Keys that configure gradient checkpointing."""
 MASTERS_APART = (
@@ -184,6 +186,11 @@ class MegatronConfig(StrategyConfig):
 
     `mlp` are dense feed-forward layers, `moe` those with experts. Megatron's other values are for Transformer Engine
     and not tested.
+    """
+    activation_offloading: bool = False
+    """With `full`: keep the inputs of recomputed layers in pinned host memory until the backward pass needs them.
+
+    No effect on a CPU.
     """
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """Token dispatcher of MoE layers.
@@ -414,6 +421,11 @@ class MegatronConfig(StrategyConfig):
             key = "moe_grouped_gemm: true" if self.moe_grouped_gemm else f"attention_backend: {self.attention_backend}"
             raise ValueError(f"{key} requires Transformer Engine's layers, but transformer_impl is local")
         self._check_runs()
+        if self.activation_offloading and (self.recomputation == "selective" or self.recompute_method == "block"):
+            raise ValueError(
+                "activation_offloading requires recompute_granularity: full and recompute_method: uniform, so that"
+                " layers keep only their inputs"
+            )
         if self.recompute_granularity != "full" and (self.recompute_method or self.recompute_num_layers):
             raise ValueError("recompute_method and recompute_num_layers require recompute_granularity: full")
         if self.recompute_granularity != "selective" and self.recompute_modules is not None:

@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from roll_core.errors import ModelError
+from roll_modeling.blocks import inputs_on_host
 from roll_strategy_megatron.balancing import Balancing
 from roll_strategy_megatron.config import runs
 from roll_strategy_megatron.layers import ScalarHead, block_spec, mixtures
@@ -37,6 +38,8 @@ class PackedModel(GPTModel):  # type: ignore[misc]
     """Replay of the engine's expert choices in this chunk's routers, if configured."""
     padding_id: int | None = None
     """The embedding's `padding_idx` in transformers, whose row gets no gradient."""
+    offload_from: torch.device | None = None
+    """With `activation_offloading`: the device from which inputs of recomputed layers move to the host."""
 
     def forward(self, packing: Packing) -> Tensor:
         """Hidden states of this rank's tokens, `[L, 1, H]`; with sequence parallelism, of its slice of the L tokens.
@@ -45,7 +48,8 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         """
         embedded = self._embedded(packing.tokens_1L) if self.pre_process else None
         with (
-            nullcontext() if self.replay is None else self.replay.forward(packing.routed_experts, trains=self.training)
+            nullcontext() if self.replay is None else self.replay.forward(packing.routed_experts, trains=self.training),
+            inputs_on_host(self.offload_from),
         ):
             found: Tensor = self.decoder(
                 hidden_states=embedded,

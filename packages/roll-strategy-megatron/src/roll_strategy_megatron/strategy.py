@@ -107,6 +107,9 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
         self.runs = make_runs(
             settings, self.make, number, sizes, self.model, self.parallel, self.balancing, scalar=bool(scalar)
         )
+        if self.config.activation_offloading and model.gradient_checkpointing:
+            for each in self.runs:
+                each.offload_from = self.parallel.device
         if model.router_replay:
             self._replay_experts()
         self.bridge: Bridge = Bridge(architecture, self.model, self.runs, sizes, self.parallel, scalar)
