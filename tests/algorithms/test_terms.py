@@ -30,6 +30,7 @@ from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import PolicyLossParams
 from roll_core.spec.train import Comparison, LossOutput, TokenOutputs, WantedOutputs
 from roll_core.types import TrainSequence
+from roll_modeling.task_model import finite_loss
 from roll_testing.errors import raises_error
 from roll_testing.models import cut_rollouts
 
@@ -323,9 +324,11 @@ def test_an_output_that_only_a_stream_reads_is_named_if_it_is_not_finite():
     )
     outputs = TokenOutputs(logprobs_T=torch.tensor([0.0, -1.0, -math.inf]))
     (micro,) = pack([row])
-    sft_objective()(TokenOutputs(logprobs_T=torch.tensor([math.nan, -1.0, 0.0])), micro)
+    finite_loss(sft_objective(), TokenOutputs(logprobs_T=torch.tensor([math.nan, -1.0, 0.0])), micro)
     with raises_error(NonFiniteError, "token 2", "row/1"):
-        Objective(terms={"policy": CrossEntropy(), "chosen": CrossEntropy(stream="chosen")})(outputs, micro)
+        finite_loss(
+            Objective(terms={"policy": CrossEntropy(), "chosen": CrossEntropy(stream="chosen")}), outputs, micro
+        )
 
 
 def test_the_terms_of_the_policy_objective_are_terms_like_any_other():

@@ -24,7 +24,7 @@ from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import TrainCapabilities, TrainProvider
 from roll_core.spec.train import LossOutput, StepStats, TrainingSpec
 from roll_core.types import DataRank
-from roll_modeling.module_programs import StrategyModule, finite_module_loss, model_library
+from roll_modeling.module_programs import StrategyModule, model_library
 from roll_modeling.optimizer import average_decay
 from roll_testing.errors import raises_error
 from roll_testing.kit import hf_plugins
@@ -228,12 +228,6 @@ def test_the_average_of_a_batch_moves_after_its_last_step():
 def test_a_library_that_is_none_is_refused(library):
     with raises_error(ModelError, library):
         model_library(replace(FLOW, library=library))
-
-
-def test_a_finite_loss_is_returned():
-    ((_, batch),) = module_batches(flow_rows(2), max_rows=2)
-    found = finite_module_loss(lambda module, batch: LossOutput(loss=torch.ones(())), None, batch)
-    assert found.loss == 1
 
 
 # -- a role ------------------------------------------------------------------------------------------------------------

@@ -135,8 +135,13 @@ class Backbone:
             if layout.context is not None and self.context is not None:
                 lengths_T = lengths_T[self.context.part(len(lengths_T)).cpu()]
             self.rope.lengths = lengths_T[None].to(tokens_T.device)
+        # Without a mask, transformers looks for packed sequences, for which the host waits; `roll_layout` has them.
         outputs = self.module(
-            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, roll_layout=layout
+            input_ids=tokens_T[None],
+            position_ids=positions_T[None],
+            attention_mask=torch.ones_like(tokens_T, dtype=torch.bool)[None],
+            use_cache=False,
+            roll_layout=layout,
         )
         found: Tensor = outputs[0][0]
         return found

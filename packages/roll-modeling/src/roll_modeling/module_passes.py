@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import ContractError, NonFiniteError
-from roll_modeling.module_programs import finite_module_loss
-from roll_modeling.task_model import plain_metrics
+from roll_modeling.pending_losses import PendingLosses, moved_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,26 +105,24 @@ class ModulePasses:
         `NonFiniteError` on every rank after all passes are complete.
         """
         idle = self._idle(batches)
-        metrics: list[LossMetrics] = []
-        error: NonFiniteError | None = None
-        for at, batch in enumerate((*idle, *batches)):
+        losses = PendingLosses(module.device, self._group)
+        for at, (batch, moved) in enumerate(moved_ahead((*idle, *batches), module.device)):
             self._outputs = []
             own: Tensor | None = None
             try:
-                found = self._together(partial(finite_module_loss, loss, module, batch.to(module.device)))
-                if at >= len(idle) and error is None:
+                found = self._together(partial(loss, module, moved))
+                if at >= len(idle):
                     own = found.loss
-                    metrics.append(plain_metrics(found))
+                    losses.add_rows(found, batch)
             except NonFiniteError as raised:
-                error = error or raised
+                losses.fail(raised)
             # The sum over no elements: a loss of 0 with gradients of 0, also for outputs that are not finite.
             total = sum((each.flatten()[:0].sum() for each in self._outputs), torch.zeros((), device=module.device))
             total = total if own is None else total + own
             self._outputs = []
             if total.requires_grad:
                 backward(total, at == len(idle) + len(batches) - 1)
-        self._group.raise_together(error)
-        return metrics
+        return losses.read()
 
     def _together(self, compute: Callable[[], Found]) -> Found:
         """What a program returns for one batch. Raises `ContractError` unless all ranks' programs end."""

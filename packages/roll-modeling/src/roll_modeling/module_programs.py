@@ -1,7 +1,6 @@
-"""Module programs for strategies that wrap a torch module: models of a library, the module as programs see it, and the
-check of losses.
+"""Module programs for strategies that wrap a torch module: models of a library, and the module as programs see it.
 
-    ModuleBatch -> program(StrategyModule, batch) -> tensors, or finite_module_loss -> backward
+    ModuleBatch -> program(StrategyModule, batch) -> tensors, or a loss -> backward
 
 Shapes: B rows of a batch.
 """
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
+from roll_core.errors import ModelError, UnsupportedError
 from roll_core.spec.module_program import ModelLibrary
 from roll_modeling.model import moved
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from roll_core.spec.model import ModelSpec
-    from roll_core.spec.module_program import ModuleBatch, ModuleLoss
-    from roll_core.spec.train import LossOutput
 
 
 def model_library(spec: ModelSpec) -> ModelLibrary | None:
@@ -116,24 +113,3 @@ class StrategyModule:
                 yield
         finally:
             self._active.discard(name)
-
-
-def finite_module_loss(loss: ModuleLoss, module: StrategyModule, batch: ModuleBatch) -> LossOutput:
-    """Compute the loss of a batch. Raises `NonFiniteError`, naming the rows, for a non-finite loss.
-
-    The check prevents NaN gradients.
-    """
-    found = loss(module, batch)
-    if not torch.isfinite(found.loss.detach()).all():
-        raise NonFiniteError(_where_not_finite(float(found.loss.detach()), batch))
-    return found
-
-
-def _where_not_finite(loss: float, batch: ModuleBatch) -> str:
-    """Message that names the rows with a non-finite input, or all rows of the batch if every input is finite."""
-    for name, tensor in batch.tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            bad_B = ~torch.isfinite(tensor).flatten(1).all(dim=1) if tensor.ndim > 1 else ~torch.isfinite(tensor)
-            rows = ", ".join(batch.ids[at] for at in bad_B.nonzero()[:, 0].tolist())
-            return f"the loss is {loss}: input {name} is not finite in rows {rows}"
-    return f"the loss is {loss} although every input is finite; it came from rows {', '.join(batch.ids)}"

@@ -7,20 +7,23 @@ Shapes: T flat tokens, N tokens with a predecessor in their sequence, H hidden s
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from roll_core.data.pack import pack
-from roll_core.errors import DataError, NonFiniteError, UnsupportedError
+from roll_core.errors import DataError, UnsupportedError
+from roll_core.spec.module_program import move_tensors
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.architectures import position_table
 from roll_modeling.backbone import Backbone, LanguageHead
 from roll_modeling.logprobs import HeadOutputs, HeadRequest
 from roll_modeling.model import scalar_head
+from roll_modeling.pending_losses import non_finite_tokens
 from roll_modeling.routing import RoutingReplay
 
 if TYPE_CHECKING:
@@ -59,37 +62,39 @@ class TaskModel:
         self.num_positions = position_table(model.config.to_dict())
         """Longest sequence of a model with a table of positions; None for others."""
 
-    def outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
+    def outputs(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch | None = None) -> TokenOutputs:
         """Compute the requested outputs, with gradients where parameters have them.
 
-        Raises `UnsupportedError` for outputs that the task does not have.
+        `host` is the microbatch in host memory, from which `micro` was moved. Without it, the host waits for the masks
+        of a `micro` on a device. Raises `UnsupportedError` for outputs that the task does not have.
         """
+        host = micro if host is None else host
         if not want.base:
-            return self._outputs(micro, want)
+            return self._outputs(micro, want, host)
         from roll_modeling.lora import adapters_off
 
         with adapters_off(self.model):
-            return self._outputs(micro, want)
+            return self._outputs(micro, want, host)
 
-    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch) -> TokenOutputs:
         if self.num_positions is not None:
             check_positions(micro, self.num_positions)
         routed_TMK = micro.routed_experts_TMK
         hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
-        values_T = self._values(hidden_TH, micro) if want.values else None
+        values_T = self._values(hidden_TH, host) if want.values else None
         if not want.head:
-            return TokenOutputs(values_T=values_T, hidden_TH=self._hidden(hidden_TH, micro) if want.hidden else None)
+            return TokenOutputs(values_T=values_T, hidden_TH=self._hidden(hidden_TH, host) if want.hidden else None)
         if self.head is None:
             raise UnsupportedError(f"a model of task {self.task} has no logprobs")
         # Token t is predicted from the hidden state at t - 1. A sequence's first token is predicted from nothing.
-        wanted_T = micro.positions_T > 0
+        wanted_T = host.positions_T > 0
         if want.masked_only:
-            wanted_T = wanted_T & micro.read_T
+            wanted_T = wanted_T & host.read_T
         other_TH = None if want.comparison is None else teacher_hidden(micro)
         if other_TH is not None and not other_TH.shape[1]:
             wanted_T = torch.zeros_like(wanted_T)
-        places_N, rows_N = self._here(wanted_T, before=1)
-        check_ids(micro, want, self.model.config.get_text_config().vocab_size)
+        places_N, rows_N = self._here(wanted_T, hidden_TH.device, before=1)
+        check_ids(host, want, self.model.config.get_text_config().vocab_size)
         ids_TK = gather_ids(micro, want)
         request = HeadRequest(
             temperature=want.temperature,
@@ -118,14 +123,14 @@ class TaskModel:
             topk_logprobs_TK=spread(found.topk_logprobs_NK),
             topk_ids_TK=spread(found.topk_ids_NK),
             gathered_logprobs_TK=spread(found.gathered_logprobs_NK),
-            hidden_TH=self._hidden(hidden_TH, micro) if want.hidden else None,
+            hidden_TH=self._hidden(hidden_TH, host) if want.hidden else None,
             compared_T=spread(compared_N),
             routing_disagreement_T=self._disagreement(micro),
         )
 
     def _hidden(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor:
         """Hidden state from which each token is predicted, float32."""
-        places_N, rows_N = self._here(micro.positions_T > 0, before=1)
+        places_N, rows_N = self._here(micro.positions_T > 0, hidden_TH.device, before=1)
         return self._spread(hidden_TH.index_select(0, rows_N).float(), places_N, micro.num_tokens)
 
     def _disagreement(self, micro: MicroBatch) -> Tensor | None:
@@ -133,21 +138,22 @@ class TaskModel:
         found_T = self.backbone.disagreement(micro.lengths)
         return None if found_T is None else found_T.roll(1).where(micro.positions_T > 0, 0.0)
 
-    def _here(self, wanted_T: Tensor, *, before: int) -> tuple[Tensor, Tensor]:
-        """Indices of the wanted tokens that this rank computes, and their rows in its hidden states.
+    def _here(self, wanted_T: Tensor, device: torch.device, *, before: int) -> tuple[Tensor, Tensor]:
+        """Indices of the wanted tokens that this rank computes, and their rows in its hidden states, on `device`.
 
         A token's row is the one `before` positions earlier.
         """
         places_N = wanted_T.nonzero()[:, 0]
         rows_N = places_N - before
-        if self.context is None:
-            return places_N, rows_N
-        part = self.context.part(len(wanted_T)).to(rows_N.device)
-        # Index of each token among this rank's tokens. The last ones may lie beyond the end (padding).
-        own_T = rows_N.new_full((max(len(wanted_T), int(part.max()) + 1),), -1)
-        own_T[part] = torch.arange(len(part), device=part.device)
-        here_N = own_T[rows_N]
-        return places_N[here_N >= 0], here_N[here_N >= 0]
+        if self.context is not None:
+            part = self.context.part(len(wanted_T)).to(rows_N.device)
+            # Index of each token among this rank's tokens. The last ones may lie beyond the end (padding).
+            own_T = rows_N.new_full((max(len(wanted_T), int(part.max()) + 1),), -1)
+            own_T[part] = torch.arange(len(part), device=part.device)
+            here_N = own_T[rows_N]
+            places_N, rows_N = places_N[here_N >= 0], here_N[here_N >= 0]
+        moved = move_tensors({"places": places_N, "rows": rows_N}, device)
+        return moved["places"], moved["rows"]
 
     def _spread(self, outputs_N: Tensor, places_N: Tensor, num_tokens: int) -> Tensor:
         """Scatter outputs to their positions among all tokens; 0 elsewhere."""
@@ -160,7 +166,7 @@ class TaskModel:
             raise UnsupportedError("a causal language model has no values; the role needs task value or reward")
         is_value = self.task == "value"
         wanted_T = micro.positions_T > 0 if is_value else torch.ones_like(micro.loss_mask_T)
-        places_N, rows_N = self._here(wanted_T, before=int(is_value))
+        places_N, rows_N = self._here(wanted_T, hidden_TH.device, before=int(is_value))
         head = scalar_head(self.model)
         values_T: Tensor = head(hidden_TH.to(head.weight.dtype))[:, 0].float()
         return self._spread(values_T.index_select(0, rows_N), places_N, micro.num_tokens)
@@ -218,12 +224,12 @@ def check_ids(micro: MicroBatch, want: WantedOutputs, vocab_size: int) -> None:
 def finite_loss(loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
     """Compute the loss of a microbatch. Raises `NonFiniteError`, naming the sequences, for a non-finite loss.
 
-    The check prevents NaN gradients.
+    The check prevents NaN gradients. On a device the host waits for it; see `pending_losses.PendingLosses`.
     """
     found = loss(outputs, micro)
-    value = found.loss.detach()
-    if not torch.isfinite(value).all():
-        raise NonFiniteError(_where_not_finite(value, outputs, micro))
+    value = float(found.loss.detach())
+    if not math.isfinite(value):
+        raise non_finite_tokens(value, outputs, micro)
     return found
 
 
@@ -247,17 +253,3 @@ def zero_loss(outputs: TokenOutputs) -> Tensor:
     every = (*heads, outputs.values_T)
     parts = [each[:0].sum() for each in every if each is not None and each.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())
-
-
-def _where_not_finite(loss: Tensor, outputs: TokenOutputs, micro: MicroBatch) -> str:
-    """Message that names the sequences with a non-finite output, or all of the microbatch if every output is finite."""
-    bad_T = torch.zeros_like(micro.loss_mask_T)
-    for tensor in (getattr(outputs, each.name) for each in fields(outputs)):
-        if tensor is not None:
-            bad_T[(~torch.isfinite(tensor.detach())).nonzero()[:, 0]] = True
-    rows = sorted(set(micro.segments_T[bad_T].tolist()))
-    if rows:
-        return f"the loss is {float(loss)}: outputs are not finite in sequences {', '.join(micro.ids[i] for i in rows)}"
-    return (
-        f"the loss is {float(loss)} although every output is finite; it came from the sequences {', '.join(micro.ids)}"
-    )

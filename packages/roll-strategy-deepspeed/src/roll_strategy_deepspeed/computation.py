@@ -38,9 +38,9 @@ class Computation(nn.Module):
         self._task_model = [task_model]
         """In a list, so that it is not registered as a submodule."""
 
-    def forward(self, *, micro: MicroBatch, want: WantedOutputs) -> dict[str, Tensor]:
-        """The outputs that are not None, by their names in `TokenOutputs`."""
-        return _present(self._task_model[0].outputs(micro, want))
+    def forward(self, *, micro: MicroBatch, want: WantedOutputs, host: MicroBatch) -> dict[str, Tensor]:
+        """The outputs that are not None, by their names in `TokenOutputs`; see `TaskModel.outputs`."""
+        return _present(self._task_model[0].outputs(micro, want, host))
 
 
 class GatheredHead(nn.Module):

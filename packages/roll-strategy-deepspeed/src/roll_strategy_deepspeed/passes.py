@@ -15,7 +15,8 @@ import torch
 
 from roll_core.errors import NonFiniteError
 from roll_core.spec.train import TokenOutputs
-from roll_modeling.task_model import finite_loss, idle_microbatch, plain_metrics, zero_loss
+from roll_modeling.pending_losses import PendingLosses, moved_ahead
+from roll_modeling.task_model import idle_microbatch, zero_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ class Passes:
     @torch.no_grad()
     def score(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients. Collective at stage 3."""
-        return self._outputs(micro.to(self._ranks.device), want)
+        return self._outputs(micro.to(self._ranks.device), want, micro)
 
     def score_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches; at stage 3, followed by idle passes if other ranks have more
@@ -55,32 +56,29 @@ class Passes:
         Raises `NonFiniteError` on every rank after all passes are complete.
         """
         num_idle = self._ranks.most([len(micros)])[0] - len(micros) if self._stage >= 2 else 0
-        metrics: list[LossMetrics] = []
-        error: NonFiniteError | None = None
-        for micro in micros:
-            on_device = micro.to(self._ranks.device)
-            outputs = self._outputs(on_device, loss.want)
+        losses = PendingLosses(self._ranks.device, self._ranks)
+        for micro, moved in moved_ahead(micros, self._ranks.device):
+            outputs = self._outputs(moved, loss.want, micro)
             total = zero_loss(outputs)
-            if error is None:
-                try:
-                    found = finite_loss(loss, outputs, on_device)
-                    total = found.loss if found.loss.requires_grad else total
-                    metrics.append(plain_metrics(found))
-                except NonFiniteError as raised:
-                    error = raised
+            try:
+                found = loss(outputs, moved)
+                total = found.loss if found.loss.requires_grad else total
+                losses.add_tokens(found, outputs, micro)
+            except NonFiniteError as raised:
+                losses.fail(raised)
             if total.requires_grad:
                 self.backward(total)
         for _ in range(num_idle):
             self.idle_backward(loss.want)
-        self._ranks.raise_together(error)
-        return metrics
+        return losses.read()
 
     def idle_backward(self, want: WantedOutputs) -> None:
         """Backward pass that adds 0 to the gradients.
 
         It runs if other ranks have more microbatches, or if DeepSpeed needs a backward pass before a step.
         """
-        self.backward(zero_loss(self._outputs(idle_microbatch().to(self._ranks.device), want)))
+        idle = idle_microbatch()
+        self.backward(zero_loss(self._outputs(idle.to(self._ranks.device), want, idle)))
 
     def backward(self, loss: Tensor, last: bool = False) -> None:
         """Backward pass of this rank's share of the loss. `last` is ignored: when gradients are reduced depends on the
@@ -89,5 +87,5 @@ class Passes:
         self._engine.backward(loss * self._ranks.size)
         self.num_backwards += 1
 
-    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
-        return TokenOutputs(**self._compute(micro=micro, want=want))
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch) -> TokenOutputs:
+        return TokenOutputs(**self._compute(micro=micro, want=want, host=host))

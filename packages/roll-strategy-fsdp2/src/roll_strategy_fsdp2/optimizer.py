@@ -43,7 +43,9 @@ class ShardedOptimizer:
         self.parameters = {name: each for name, each in parameters.items() if each.requires_grad}
         # Plain tensors on the same memory: for DTensors, torch would dispatch each operation separately.
         self.shares = {name: local(each) for name, each in self.parameters.items()}
-        self.num_holders = torch.tensor([num_holders(each) for each in self.parameters.values()], dtype=torch.float64)
+        held_on = next(iter(self.shares.values())).device
+        holders = [num_holders(each) for each in self.parameters.values()]
+        self.num_holders = torch.tensor(holders, dtype=torch.float64, device=held_on)
         self.step_count = 0
         self.schedule = schedule(training)
         self.torch_optimizer = create_optimizer(self.shares, training)
@@ -166,7 +168,7 @@ class ShardedOptimizer:
     def _norm(self, gradients: list[Tensor]) -> float:
         norms = torch._foreach_norm(gradients, 2)
         # Meshes differ, so each shard's square is divided by its number of holders before the sum over all ranks.
-        squares = torch.stack(norms).double().square() / self.num_holders.to(norms[0].device)
+        squares = torch.stack(norms).double().square() / self.num_holders
         # float32, because not every communication backend supports float64.
         total = squares.sum().to(self.device, torch.float32)
         dist.all_reduce(total)

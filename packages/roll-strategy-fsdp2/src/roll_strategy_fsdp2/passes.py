@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from roll_core.errors import NonFiniteError
 from roll_core.spec.train import MicroBatch, TokenOutputs
 from roll_modeling.module_passes import ModulePasses
-from roll_modeling.task_model import finite_loss, idle_microbatch, plain_metrics, zero_loss
+from roll_modeling.pending_losses import PendingLosses, moved_ahead
+from roll_modeling.task_model import idle_microbatch, zero_loss
 from roll_strategy_fsdp2.sharding import as_fsdp, sharded_modules
 
 if TYPE_CHECKING:
@@ -64,15 +65,15 @@ class Passes:
         If the ranks have different numbers of microbatches, all of them must call `make_up_for` before.
         """
         try:
-            for micro in micros:
-                yield self._score(micro, want)
+            for micro, moved in moved_ahead(micros, self.device):
+                yield self._score(moved, want, micro)
         finally:
             self.free()
 
     def make_up_for(self, num_micros: int, want: WantedOutputs) -> None:
         """Run idle passes until this rank has as many passes as the rank with the most microbatches. Collective."""
         for idle in self._idle(num_micros):
-            self._score(idle, want)
+            self._score(idle.to(self.device), want, idle)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Accumulate the gradients of all microbatches.
@@ -80,26 +81,23 @@ class Passes:
         Raises `NonFiniteError` on every rank after all passes are complete.
         """
         idle = self._idle(len(micros))
-        found: list[LossMetrics] = []
-        error: NonFiniteError | None = None
+        losses = PendingLosses(self.device, self.process_group)
         try:
-            for at, micro in enumerate((*idle, *micros)):
-                on_device = micro.to(self.device)
-                outputs = self._outputs(on_device, loss.want)
+            for at, (micro, moved) in enumerate(moved_ahead((*idle, *micros), self.device)):
+                outputs = self._outputs(moved, loss.want, micro)
                 total = zero_loss(outputs)
-                if at >= len(idle) and error is None:
+                if at >= len(idle):
                     try:
-                        each = finite_loss(loss, outputs, on_device)
-                        total = total + each.loss
-                        found.append(plain_metrics(each))
+                        found = loss(outputs, moved)
+                        total = total + found.loss
+                        losses.add_tokens(found, outputs, micro)
                     except NonFiniteError as raised:
-                        error = raised
+                        losses.fail(raised)
                 self._backward(total, at == len(idle) + len(micros) - 1)
         except BaseException:
             as_fsdp(self.root).reset_iter_state()
             raise
-        self.process_group.raise_together(error)
-        return found
+        return losses.read()
 
     def run_module(
         self, module: StrategyModule, batches: Sequence[ModuleBatch], program: ModuleProgram
@@ -147,18 +145,18 @@ class Passes:
         sharded.set_requires_gradient_sync(last or self.reduces_each)
         total.backward()  # type: ignore[no-untyped-call]
 
-    def _outputs(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
+    def _outputs(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch) -> TokenOutputs:
         """Run the forward pass inside the root. FSDP only hooks tensors that are elements of a tuple, and no views."""
 
         def compute() -> tuple[Tensor | None, ...]:
-            outputs = self.task_model.outputs(micro, want)
+            outputs = self.task_model.outputs(micro, want, host)
             return tuple(_hooked(getattr(outputs, name)) for name in OUTPUTS)
 
         return TokenOutputs(**dict(zip(OUTPUTS, self.root(compute), strict=True)))
 
     @torch.no_grad()
-    def _score(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
-        return self._outputs(micro.to(self.device), want)
+    def _score(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch) -> TokenOutputs:
+        return self._outputs(micro, want, host)
 
     def free(self) -> None:
         """Free gathered parameters that remain after a forward pass without backward pass; they would become stale."""

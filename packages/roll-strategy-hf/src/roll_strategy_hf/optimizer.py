@@ -74,7 +74,7 @@ class ModelOptimizer:
         norm = self._norm()
         learning_rate = self.training.learning_rate * self.schedule(self.step_count)
         if not math.isfinite(norm):
-            self.flat_grad.zero_()
+            self.clear()
             return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=True)
         factor = clip_factor(norm, self.training.max_grad_norm)
         if factor != 1.0:
@@ -83,11 +83,15 @@ class ModelOptimizer:
             group["lr"] = learning_rate
         self.torch_optimizer.step()
         self._publish()
-        self.flat_grad.zero_()
+        self.clear()
         self.step_count += 1
         if not self.training.ema_per_batch:
             self.move_averages()
         return StepStats(grad_norm=norm, learning_rate=learning_rate)
+
+    def clear(self) -> None:
+        """Set the gradients to 0."""
+        self.flat_grad.zero_()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -139,7 +143,7 @@ class ModelOptimizer:
         self.step_count = step_count
         set_step_count(self.torch_optimizer, step_count)
         self._publish()
-        self.flat_grad.zero_()
+        self.clear()
 
     def held(self, name: str) -> ParameterState:
         """Live master weight and moments of a parameter."""

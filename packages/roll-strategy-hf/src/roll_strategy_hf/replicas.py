@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.errors import NonFiniteError
     from roll_core.spec.model import MeshInfo
 
 BUCKET_BYTES = 64 << 20
@@ -26,18 +25,19 @@ class Replicas:
 
     def __init__(self, mesh: MeshInfo) -> None:
         self.rank, self.size = mesh.rank, mesh.world_size
-        self._group = ProcessGroup(mesh) if self.size > 1 else None
+        self.group = ProcessGroup(mesh) if self.size > 1 else None
+        """The ranks' process group; None for one rank."""
 
     def sum(self, flat: Tensor) -> None:
         """Sum a contiguous tensor over all ranks, in place; the result is bitwise equal on every rank."""
-        if self._group is None:
+        if self.group is None:
             return
         for bucket in torch.split(flat, max(1, BUCKET_BYTES // flat.element_size())):
             dist.all_reduce(bucket)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Copy rank 0's values to all ranks, in place."""
-        if self._group is None:
+        if self.group is None:
             return
         for tensor in tensors:
             if tensor.is_contiguous():
@@ -48,19 +48,12 @@ class Replicas:
                 with torch.no_grad():
                     tensor.copy_(dense)
 
-    def raise_together(self, error: NonFiniteError | None) -> None:
-        """Raise on every rank if any rank has an error; see `ProcessGroup.raise_together`."""
-        if self._group is not None:
-            self._group.raise_together(error)
-        elif error is not None:
-            raise error
-
     def wait(self) -> None:
         """Barrier: block until every rank has called it."""
-        if self._group is not None:
-            self._group.wait()
+        if self.group is not None:
+            self.group.wait()
 
     def close(self) -> None:
         """Leave the process group."""
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -27,11 +27,11 @@ from roll_modeling.checkpoints import (
 from roll_modeling.export import write_model
 from roll_modeling.fused import fuse
 from roll_modeling.layout import make_adjacent
-from roll_modeling.module_programs import finite_module_loss
 from roll_modeling.offload import host_copies, keep_freed_memory
+from roll_modeling.pending_losses import Batch, PendingLosses, moved_ahead
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.strategy import HuggingFaceStrategy
-from roll_modeling.task_model import TaskModel, finite_loss, plain_metrics
+from roll_modeling.task_model import TaskModel
 from roll_strategy_hf.optimizer import ModelOptimizer
 from roll_strategy_hf.replicas import Replicas
 
@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from roll_strategy_hf.config import HFTrainConfig
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 FORMAT = 1
 """Format version of the saved training state."""
@@ -106,38 +104,45 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
         """Run forward passes, with the moving average of the parameters if wanted."""
         self.offloader.need("weights")
         with self._require_training().averaged() if want.ema else nullcontext():
-            for micro in micros:
-                yield self.task_model.outputs(micro.to(self._mesh.device), want)
+            for micro, moved in moved_ahead(micros, self._mesh.device):
+                yield self.task_model.outputs(moved, want, micro)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Run forward and backward passes and accumulate gradients. Collective over the ranks.
 
-        If a loss is not finite, raises `NonFiniteError` with the sequences on every rank, before NaN reaches the
+        If a loss is not finite, raises `NonFiniteError` with the sequences on every rank, and drops the accumulated
         gradients.
         """
-        self._require_training()
 
-        def loss_of(micro: MicroBatch) -> LossOutput:
-            here = micro.to(self._mesh.device)
-            return finite_loss(loss, self.task_model.outputs(here, loss.want), here)
+        def compute(micro: MicroBatch, moved: MicroBatch, losses: PendingLosses) -> LossOutput:
+            outputs = self.task_model.outputs(moved, loss.want, micro)
+            found = loss(outputs, moved)
+            losses.add_tokens(found, outputs, micro)
+            return found
 
-        return self._backward(micros, loss_of)
+        return self._backward(micros, compute)
 
     @torch.no_grad()
     def run_module(self, batches: Sequence[ModuleBatch], program: ModuleProgram) -> Iterator[Mapping[str, Tensor]]:
         """Run a program for each batch."""
         module = self._module()
-        for batch in batches:
-            yield program(module, batch.to(self._mesh.device))
+        for _, moved in moved_ahead(batches, self._mesh.device):
+            yield program(module, moved)
 
     def forward_backward_module(self, batches: Sequence[ModuleBatch], loss: ModuleLoss) -> list[LossMetrics]:
         """Run losses and their backward passes and accumulate gradients. Collective over the ranks.
 
-        If a loss is not finite, raises `NonFiniteError` with the rows on every rank, before NaN reaches the gradients.
+        If a loss is not finite, raises `NonFiniteError` with the rows on every rank, and drops the accumulated
+        gradients.
         """
-        self._require_training()
         module = self._module()
-        return self._backward(batches, lambda each: finite_module_loss(loss, module, each.to(self._mesh.device)))
+
+        def compute(batch: ModuleBatch, moved: ModuleBatch, losses: PendingLosses) -> LossOutput:
+            found = loss(module, moved)
+            losses.add_rows(found, batch)
+            return found
+
+        return self._backward(batches, compute)
 
     def optimizer_step(self) -> StepStats:
         """Reduce gradients over ranks, clip, and update the parameters. Collective over the ranks."""
@@ -147,16 +152,24 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
     def move_averages(self) -> None:
         self._require_training().move_averages()
 
-    def _backward(self, batches: Sequence[T], loss_of: Callable[[T], LossOutput]) -> list[LossMetrics]:
+    def _backward(
+        self, batches: Sequence[Batch], compute: Callable[[Batch, Batch, PendingLosses], LossOutput]
+    ) -> list[LossMetrics]:
         """Compute the loss of each batch and its gradients. Raises `NonFiniteError` on every rank."""
-        found: list[LossMetrics] = []
-        error: NonFiniteError | None = None
+        optimizer = self._require_training()
+        losses = PendingLosses(self._mesh.device, self.replicas.group)
         try:
-            found.extend(_one_backward(loss_of(each)) for each in batches)
-        except NonFiniteError as raised:
-            error = raised
-        self.replicas.raise_together(error)
-        return found
+            for batch, moved in moved_ahead(batches, self._mesh.device):
+                found = compute(batch, moved, losses)
+                if found.loss.requires_grad:
+                    found.loss.backward()  # type: ignore[no-untyped-call]
+        except NonFiniteError as error:
+            losses.fail(error)
+        try:
+            return losses.read()
+        except NonFiniteError:
+            optimizer.clear()
+            raise
 
     def _module(self) -> StrategyModule:
         return self._program_module(self.model, lambda: self._require_training().averaged())
@@ -279,12 +292,6 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
         if hasattr(self, "replicas"):
             self.replicas.close()
         self.optimizer = None
-
-
-def _one_backward(found: LossOutput) -> LossMetrics:
-    if found.loss.requires_grad:
-        found.loss.backward()  # type: ignore[no-untyped-call]
-    return plain_metrics(found)
 
 
 def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

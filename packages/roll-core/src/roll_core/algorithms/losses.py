@@ -15,7 +15,7 @@ import torch
 from roll_core.algorithms.aggregate import Aggregation, aggregate, stream_weights, token_weights, weighted_sum
 from roll_core.algorithms.kl import K3_CLAMP, LOG_RATIO_CLAMP, KLKind, approx_kl
 from roll_core.algorithms.policy_losses import log_ratio
-from roll_core.errors import DataError, NonFiniteError, UnsupportedError
+from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.algorithms import PolicyLoss, PolicyLossParams, bind_options
 from roll_core.spec.train import LossOutput, WantedOutputs
 
@@ -33,7 +33,7 @@ class Objective:
 
     A term is a `LossFn`. Its `want` names the outputs it reads, its loss is a share with a denominator of its own: by
     the loss mask (`token_weights`) or by a stream of weights (`stream_weights`). Adding a term therefore changes
-    neither value nor gradient of the others. Terms need no check for non-finite values: the objective checks the sum.
+    neither value nor gradient of the others. Terms need no check for non-finite values: the strategy checks the sum.
 
     Metrics: `loss`, and the metrics of the terms. If several terms report the same name, the last one counts.
     """
@@ -81,7 +81,7 @@ class Objective:
         )
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
+        """Compute this microbatch's share. It is NaN if an output that it reads is not finite."""
         shares: list[Tensor] = []
         metrics: dict[str, Tensor | float] = {}
         for name, term in self.terms.items():
@@ -90,7 +90,7 @@ class Objective:
             if coef := self.coefs.get(name, 1.0):
                 shares.append(found.loss if coef == 1.0 else coef * found.loss)
         loss = reduce(torch.add, shares)
-        _check(loss, micro, logprobs=outputs.logprobs_T, entropy=outputs.entropy_T, values=outputs.values_T)
+        loss = _spoil(loss, micro, outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
         return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
 
 
@@ -286,7 +286,7 @@ class ValueObjective:
     """Outputs that the loss reads: values."""
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
-        """Compute this microbatch's share. Raises `NonFiniteError`, which names the first non-finite value."""
+        """Compute this microbatch's share. It is NaN if an output that it reads is not finite."""
         mask_T = micro.loss_mask_T
         values_T = torch.where(mask_T, _given("values", outputs.values_T), 0.0)
         returns_T = torch.where(mask_T, _given("returns", micro.returns_T), 0.0)
@@ -303,7 +303,7 @@ class ValueObjective:
             metrics["value_clipfrac"] = aggregate((clipped_T > squares_T).float(), micro, "token-mean")
             squares_T = torch.maximum(squares_T, clipped_T)
         loss = aggregate(self.coef * squares_T, micro, self.aggregation)
-        _check(loss, micro, values=outputs.values_T)
+        loss = _spoil(loss, micro, outputs.values_T)
         return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
 
 
@@ -323,43 +323,24 @@ def _given(what: str, tensor: Tensor | None) -> Tensor:
 
 
 def _reduce(token_metrics: Mapping[str, Tensor], micro: MicroBatch) -> dict[str, Tensor | float]:
-    """Per-token metrics as shares. Extrema of a microbatch without masked tokens are omitted."""
+    """Per-token metrics as shares. Without masked tokens, maxima are -inf and minima inf (`LossMetrics`)."""
     weights_T = token_weights(micro, "token-mean")
     reduced: dict[str, Tensor | float] = {}
     for name, values_T in token_metrics.items():
-        if not name.endswith(("/max", "/min")):
+        if name.endswith("/max"):
+            reduced[name] = values_T.detach().masked_fill(~micro.loss_mask_T, -torch.inf).max()
+        elif name.endswith("/min"):
+            reduced[name] = values_T.detach().masked_fill(~micro.loss_mask_T, torch.inf).min()
+        else:
             reduced[name] = weighted_sum(values_T.detach(), weights_T)
-            continue
-        values_N = values_T.detach()[micro.loss_mask_T]
-        if values_N.numel():
-            reduced[name] = values_N.max() if name.endswith("/max") else values_N.min()
     return reduced
 
 
-def _check(loss: Tensor, micro: MicroBatch, **outputs: Tensor | None) -> None:
-    """Raise `NonFiniteError` for a non-finite loss, naming the sequence and its first non-finite input or output.
-
-    Also checks the outputs themselves, because a clamp turns an infinite log-ratio into a finite loss.
-    """
-    probe, read_T = loss.detach(), micro.read_T
-    suspects = {name: values_T for name, values_T in outputs.items() if values_T is not None}
-    for values_T in suspects.values():
-        probe = probe + torch.where(read_T, values_T.detach(), 0.0).sum()
-    if torch.isfinite(probe):
-        return
-    for name in ("old_logprobs", "ref_logprobs", "advantages", "returns", "values"):
-        if (given_T := getattr(micro, f"{name}_T")) is not None:
-            suspects.setdefault(name, given_T)
-    for name, values_T in suspects.items():
-        bad_T = (~torch.isfinite(values_T) & read_T).nonzero()
-        if bad_T.numel():
-            token = int(bad_T[0])
-            sequence = int(micro.segments_T[token])
-            raise NonFiniteError(
-                f"the loss is {loss.item()}: {name} is {values_T[token].item()} at token"
-                f" {int(micro.positions_T[token])} of sequence {micro.ids[sequence]}"
-            )
-    raise NonFiniteError(
-        f"the loss is {loss.item()}, although all its inputs are finite: a term overflowed"
-        f" on sequences {', '.join(micro.ids)}"
-    )
+def _spoil(loss: Tensor, micro: MicroBatch, *outputs_T: Tensor | None) -> Tensor:
+    """`loss`, or NaN if an output that a loss reads is not finite: a clamp would hide an infinite log-ratio."""
+    read_T = micro.read_T
+    for values_T in outputs_T:
+        if values_T is not None:
+            total = torch.where(read_T, values_T.detach(), 0.0).sum()
+            loss = loss + (total - total)
+    return loss

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll_core.errors import NotBuiltError, UnsupportedError
 from roll_core.field_docs import document_fields
-from roll_core.spec.module_program import LossOutput as LossOutput  # noqa: TC001 - for importers of this module
+from roll_core.spec.module_program import LossOutput as LossOutput  # for importers of this module
+from roll_core.spec.module_program import move_tensors
 from roll_core.types import DataRank, Totals
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ StateKind = Literal["weights", "grads", "optimizer"]
 
 LossMetrics = dict[str, float]
 """Metrics of one microbatch, as its share of the batch: the sum over microbatches and data-parallel ranks is the
-batch's value. Names that end in `/max` and `/min` are combined by maximum and minimum instead."""
+batch's value. Names that end in `/max` and `/min` are combined by maximum and minimum instead: a maximum of -inf and a
+minimum of inf belong to a microbatch without values, and are not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +109,15 @@ class MicroBatch:
         return read_T
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """Copy of the microbatch with its tensors on `device`."""
+        """Copy of the microbatch with its tensors on `device`; see `move_tensors`."""
         import torch
 
-        moved: dict[str, Any] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, torch.Tensor):
-                moved[each.name] = value.to(device, non_blocking=True)
-        moved["streams"] = {name: value.to(device, non_blocking=True) for name, value in self.streams.items()}
-        return replace(self, **moved)
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        named |= {f"streams.{name}": weights_T for name, weights_T in self.streams.items()}
+        present = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = move_tensors(present, device)
+        streams = {name: moved.pop(f"streams.{name}") for name in self.streams}
+        return replace(self, **moved, streams=streams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -286,10 +287,12 @@ class TrainWorker(SendingWorker):
 
 
 def combine(shares: Sequence[LossMetrics]) -> LossMetrics:
-    """Combine the metrics of several microbatches or ranks: sums, except for `/max` and `/min`. NaN remains NaN."""
+    """Combine the metrics of several microbatches or ranks, see `LossMetrics`. NaN remains NaN."""
     total: LossMetrics = {}
     for share in shares:
         for name, value in share.items():
+            if (name.endswith("/max") and value == -math.inf) or (name.endswith("/min") and value == math.inf):
+                continue
             if name not in total:
                 total[name] = value
             elif name.endswith("/max"):
