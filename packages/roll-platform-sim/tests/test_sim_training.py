@@ -13,8 +13,13 @@ from sim_process import on_devices
 from roll_core.algorithms.losses import policy_objective
 from roll_core.data.pack import pack
 from roll_core.errors import NonFiniteError
+from roll_core.plugins.registry import load_registry
+from roll_core.runtime.cluster.executors.base import Peers
+from roll_core.runtime.cluster.placement import Place
+from roll_core.runtime.workers.train import BatchLimits, TrainWorker
 from roll_core.spec.model import MeshInfo, ModelSpec
-from roll_core.spec.train import TrainingSpec
+from roll_core.spec.providers import TrainProvider
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
@@ -24,11 +29,11 @@ LENGTHS = (5, 3, 7, 2, 4, 6)
 LOSS = policy_objective(kl_coef=0.1, entropy_coef=0.01)
 
 
-def microbatches(**fields):
-    """Three of two sequences each, with a stream that no loss reads and ids of no logprobs."""
+def sequences(**fields):
+    """Rows with a stream that no loss reads and ids of no logprobs; `fields` replaces some of a row by its id."""
     rng = np.random.default_rng(0)
     names = ("advantages", "old_logprobs", "ref_logprobs")
-    sequences = [
+    rows = [
         TrainSequence(
             id=f"s{i}",
             tokens=rng.integers(3, 60, length),
@@ -39,7 +44,12 @@ def microbatches(**fields):
         )
         for i, length in enumerate(LENGTHS)
     ]
-    return pack([replace(each, **fields.get(each.id, {})) for each in sequences], max_sequences=2)
+    return [replace(row, **fields.get(row.id, {})) for row in rows]
+
+
+def microbatches(**fields):
+    """Three of two sequences each."""
+    return pack(sequences(**fields), max_sequences=2)
 
 
 def trainer():
@@ -81,6 +91,9 @@ def test_a_training_step_waits_twice_for_the_device():
     assert sum(trace.events[event] for event in blocking) == 2, trace.lines()
     assert len(metrics) == 3
     assert all(math.isfinite(value) for each in metrics for value in each.values())
+    assert (
+        sum(number for event, number in trace.events.items() if "fused_adamw" in event.what) == 2
+    )  # matrices, vectors
 
 
 @on_devices()
@@ -95,3 +108,38 @@ def test_a_loss_that_is_not_finite_is_named_after_the_passes(field):
         assert part in str(raised.value)
     assert strategy.optimizer_step().grad_norm == 0.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in strategy.export_weights())
+
+
+def scoring_worker(device):
+    worker = TrainWorker(
+        place=Place(rank=0, world_size=1, device=device),
+        peers=Peers(),
+        role="reference",
+        provider=load_registry().find(TrainProvider, "hf_train"),
+        strategy_config={},
+        training=None,
+        model=ModelSpec(random_init={**QWEN3, "vocab_size": 61}, seed=0),
+        limits=BatchLimits(train_sequences=2, infer_sequences=2),
+        backend="simccl",
+        timeout_s=60,
+        deterministic=True,
+        owner="this test",
+    )
+    worker.start()
+    return worker
+
+
+@on_devices()
+def test_scoring_waits_once_for_the_device():
+    from roll_platform_sim.trace import Trace
+
+    rows, want = sequences(), WantedOutputs(logprobs=True, entropy=True)
+    expected = scoring_worker("cpu").score(rows, want)
+    worker = scoring_worker("sim:0")
+    with Trace() as trace:
+        found = worker.score(rows, want)
+    blocking = [event for event in trace.events if event.kind == "wait" or "blocking" in event.what]
+    assert sum(trace.events[event] for event in blocking) == 1, trace.lines()
+    for name in ("logprobs", "entropy"):
+        for one, other in zip(getattr(found, name), getattr(expected, name), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)

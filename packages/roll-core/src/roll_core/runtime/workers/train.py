@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
     from roll_core.spec.model import ModelSpec
@@ -150,16 +151,23 @@ class TrainWorker(SendingWorker):
 
     def score(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> ScoredSequences:
         """Run forward passes over this rank's share."""
+        import torch
+
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
         wanted = {name: output for name, (selector, output) in OUTPUTS.items() if getattr(want, selector)}
-        rows: dict[str, dict[str, Any]] = {name: {} for name in wanted}
+        copies: list[tuple[str, MicroBatch, Tensor]] = []
         with self._passes():
             for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
-                ends = np.cumsum(micro.lengths)[:-1]
                 for name, output in wanted.items():
-                    tensor_T = getattr(outputs, output)
-                    if tensor_T is not None:
-                        rows[name].update(zip(micro.ids, np.split(tensor_T.detach().cpu().numpy(), ends), strict=True))
+                    if (tensor_T := getattr(outputs, output)) is not None:
+                        # One number per token is copied while the device computes the next microbatch.
+                        copy = tensor_T.detach().to("cpu", non_blocking=tensor_T.ndim == 1)
+                        copies.append((name, micro, copy))
+        if torch.device(self.mesh.device).type != "cpu":
+            torch.accelerator.synchronize(self.mesh.device)
+        rows: dict[str, dict[str, Any]] = {name: {} for name in wanted}
+        for name, micro, copy in copies:
+            rows[name].update(zip(micro.ids, np.split(copy.numpy(), np.cumsum(micro.lengths)[:-1]), strict=True))
         return ScoredSequences(**{name: [found[sequence.id] for sequence in sequences] for name, found in rows.items()})
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> tuple[LossMetrics, StepStats]:
