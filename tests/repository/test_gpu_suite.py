@@ -49,25 +49,38 @@ def test_a_part_that_hangs_is_killed_with_its_children(suite, tmp_path):
     assert suite.run_part(hanging, "cuda", os.environ, tmp_path)["status"] == "timed out"
 
 
-def test_what_only_a_gpu_can_show_never_passes_on_a_cpu(suite, tmp_path):
-    entry = suite.run_part(part(suite, "", needs_gpu="two GPUs"), "cpu", os.environ, tmp_path)
-    assert (entry["status"], entry["why"]) == ("needs a GPU", "two GPUs")
+def test_what_only_a_device_can_show_never_passes_on_a_cpu(suite, tmp_path):
+    entry = suite.run_part(part(suite, "", needs_device="two devices"), "cpu", os.environ, tmp_path)
+    assert (entry["status"], entry["why"]) == ("needs a device", "two devices")
+
+
+@pytest.mark.parametrize(
+    ("options", "tiny"), [(["acme", "--rehearsal"], 1), (["cpu"], 1), (["acme"], 0)], ids=["option", "cpu", "device"]
+)
+def test_a_rehearsal_tells_its_parts_and_its_results(suite, tmp_path, monkeypatch, options, tiny):
+    code = "import json, os; print(json.dumps({'figures': {'tiny': int(os.environ.get('ROLL_GPU_REHEARSAL', 0))}}))"
+    monkeypatch.setattr(suite, "PARTS", (part(suite, code),))
+    monkeypatch.setattr(sys, "argv", ["./run gpu", "--out", str(tmp_path), "--device", *options])
+    assert suite.main() == 0
+    (file,) = tmp_path.glob("*.json")
+    assert file.stem == options[0] + ("-rehearsal" if tiny else "")
+    found = json.loads(file.read_text())
+    assert (found["rehearsal"], found["parts"][0]["figures"]) == (bool(tiny), {"tiny": tiny})
 
 
 @pytest.mark.parametrize("device", ["rocm", "acme"])
 def test_any_platform_can_be_named(suite, tmp_path, monkeypatch, device):
-    """A platform that this host lacks is an error of the probe, not of the command line."""
-    command = ["./run gpu", "--device", device, "--only", "probe", "extensions", "--out", str(tmp_path)]
+    """A platform that this host lacks is an error of the parts, not of the command line."""
+    command = ["./run gpu", "--device", device, "--only", "probe", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert suite.main() == 1
     parts = {each["part"]: each for each in json.loads((tmp_path / f"{device}.json").read_text())["parts"]}
     assert parts["probe"]["status"] == "failed"
     assert mentions("\n".join(parts["probe"]["output"]), device)
-    assert parts["extensions"]["status"] == "not run"
 
 
 def test_results_are_there_after_each_part(suite, tmp_path):
-    results = suite.Results(tmp_path, "cpu")
+    results = suite.Results(tmp_path, "cpu", rehearsal=True)
     for number in (1, 2):
         results.add(part(suite, ""), {"status": "passed", "seconds": 1.0, "figures": {"number": number}})
         assert len(json.loads(results.json.read_text())["parts"]) == number
@@ -118,5 +131,7 @@ def test_the_rehearsal_passes_with_the_systems_own_python(suite, tmp_path):
     entries = {each["part"]: each for each in json.loads((tmp_path / "cpu-rehearsal.json").read_text())["parts"]}
     assert set(entries) == {each.name for each in suite.PARTS}
     for each in suite.PARTS:
-        allowed = {"needs a GPU"} if each.needs_gpu else {"passed", "not installed"} if each.modules else {"passed"}
+        allowed = (
+            {"needs a device"} if each.needs_device else {"passed", "not installed"} if each.modules else {"passed"}
+        )
         assert entries[each.name]["status"] in allowed, entries[each.name]

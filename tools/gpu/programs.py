@@ -2,14 +2,16 @@
 
     python tools/gpu/programs.py NAME --device PLATFORM [arguments]
 
-A platform is `cpu`, or that of an accelerator: `cuda`, `rocm`, `npu`, or another package's. On a CPU the same code runs
-with tiny shapes. Exit codes: 0 passed, 1 failed, 77 not run here (the reason is printed).
+A platform is `cpu`, or that of an accelerator: `cuda`, `rocm`, `npu`, or another package's. On a CPU, and with
+ROLL_GPU_REHEARSAL set, the same code runs with tiny shapes. Exit codes: 0 passed, 1 failed, 77 not run here (the reason
+is printed).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -23,19 +25,22 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from on_ranks import PRELOAD, make_sequences
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from multiprocessing.connection import Connection
 
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.platform import Platform
-    from roll_core.types import TrainSequence
     from roll_infer_hf.engine import HFInferStrategy
     from roll_strategy_hf.train import HFTrainStrategy
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 NOT_RUN = 77
+REHEARSAL = "ROLL_GPU_REHEARSAL"
+"""Environment variable; set: tiny shapes."""
 QUICK_TESTS = "test_split_of or test_logprobs or test_greedy or test_its_record or test_what_was_published"
 """Tests of each kit that a rehearsal runs."""
 
@@ -45,9 +50,10 @@ class MissedError(Exception):
 
 
 def qwen3(size: str) -> dict[str, Any]:
-    """A config of Qwen3's architecture: `tiny`, `small` (55 M), `0.6B` or `1.7B`."""
+    """A config of Qwen3's architecture: `tiny`, `little` (1 M), `small` (55 M), `0.6B` or `1.7B`."""
     hidden, intermediate, layers, heads, kv_heads, head, vocabulary = {
         "tiny": (64, 192, 2, 4, 2, 16, 512),
+        "little": (128, 384, 4, 4, 2, 32, 2048),
         "small": (512, 2048, 12, 8, 8, 64, 8192),
         "0.6B": (1024, 3072, 28, 16, 8, 128, 151_936),
         "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
@@ -74,7 +80,7 @@ def model_spec(size: str, dtype: str = "bf16", **fields: Any) -> ModelSpec:
 
 
 def make_trainer(model: ModelSpec, device: str, **training: Any) -> HFTrainStrategy:
-    """`hf_train`, built on the device."""
+    """`hf_train`, built on the platform's first device."""
     from roll_core.spec.model import MeshInfo
     from roll_core.spec.train import TrainingSpec
     from roll_strategy_hf.config import HFTrainConfig
@@ -85,14 +91,14 @@ def make_trainer(model: ModelSpec, device: str, **training: Any) -> HFTrainStrat
     return strategy
 
 
-async def start_engine(model: ModelSpec, device: str, **config: Any) -> HFInferStrategy:
-    """`hf_infer`, started on the device."""
+async def start_engine(model: ModelSpec, device: str, index: int = 0, **config: Any) -> HFInferStrategy:
+    """`hf_infer`, started on a device of the platform."""
     from roll_core.spec.model import MeshInfo
     from roll_infer_hf.config import HFInferConfig
     from roll_infer_hf.engine import HFInferStrategy
 
     engine = HFInferStrategy(HFInferConfig(**config))
-    await engine.start(model, MeshInfo(role="actor_infer", device=torch_device(device)))
+    await engine.start(model, MeshInfo(role="actor_infer", device=torch_device(device, index)))
     return engine
 
 
@@ -105,9 +111,9 @@ def find_platform(name: str) -> Platform:
     return select_platform(load_registry(), name)
 
 
-def torch_device(device: str) -> str:
-    """Torch's name of the platform's first device: `cuda:0` for `rocm`, too."""
-    return find_platform(device).device(0)
+def torch_device(device: str, index: int = 0) -> str:
+    """Torch's name of a device of the platform: `cuda:0` for `rocm`, too."""
+    return find_platform(device).device(index)
 
 
 def memory_is_shared(device: str) -> bool:
@@ -118,28 +124,27 @@ def memory_is_shared(device: str) -> bool:
 
 
 def has_kernels(device: str) -> bool:
-    """True if the compiled decoding kernels have a variant for the platform."""
-    return device in ("cpu", "cuda")
+    """True if the compiled decoding kernels have a variant for the platform's devices."""
+    import torch
+
+    return find_platform(device).device_type in ("cpu", "cuda") and not torch.version.hip
 
 
-def make_sequences(count: int, length: int, vocabulary: int) -> list[TrainSequence]:
-    """Random tokens, every token but a sequence's first one trained."""
-    import numpy as np
+def is_rehearsal(device: str) -> bool:
+    """True if shapes are tiny."""
+    return device == "cpu" or REHEARSAL in os.environ
 
-    from roll_core.types import TrainSequence
 
-    rng = np.random.default_rng(0)
-    return [
-        TrainSequence(id=str(i), tokens=rng.integers(3, vocabulary, length), loss_mask=np.arange(length) > 0)
-        for i in range(count)
-    ]
+def on_host(device: str) -> bool:
+    """True if the platform's devices have no memory beside the host's."""
+    return find_platform(device).slots_share_cores
 
 
 def used_bytes(device: str) -> int:
     """Bytes of the device that no other process can allocate: torch keeps freed memory reserved until it returns it."""
     import torch
 
-    if device == "cpu":
+    if on_host(device):
         return 0
     torch.accelerator.synchronize(torch_device(device))
     return torch.accelerator.memory_reserved(torch_device(device))
@@ -177,7 +182,14 @@ def probe(device: str) -> int:
     )
     findings = json.loads(done.stdout)["findings"]
     wrong = [f"{each['check']}: {each['found']}" for each in findings if each["level"] in ("error", "warning")]
-    report({"platform": platform.name, "devices": platform.device_count(), "doctor": "; ".join(wrong) or "no remarks"})
+    report(
+        {
+            "platform": platform.name,
+            "devices": platform.device_count(),
+            "found": platform.probe().why,
+            "doctor": "; ".join(wrong) or "no remarks",
+        }
+    )
     return 0
 
 
@@ -187,7 +199,7 @@ def kit(device: str, select: str) -> int:
         return not_run(f"the kernels have no variant for {device}")
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "report.xml"
-        chosen = f"Test{select}" if device != "cpu" else f"Test{select} and ({QUICK_TESTS})"
+        chosen = f"Test{select} and ({QUICK_TESTS})" if is_rehearsal(device) else f"Test{select}"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={file}"]
         command += [str(HERE / "kits.py"), "-k", chosen]
         subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "ROLL_GPU_PLATFORM": device}, check=False)
@@ -206,7 +218,7 @@ def quickstart(device: str) -> int:
     """SFT and GRPO of the quick start; the accuracies of a CPU are 0.44 and 0.97."""
     examples = REPOSITORY / "examples" / "quickstart"
     subprocess.run([sys.executable, str(examples / "make_data.py")], cwd=REPOSITORY, check=True)
-    rehearsal = [] if device != "cpu" else ["max_steps=2", "eval_steps=2"]
+    rehearsal = ["max_steps=2", "eval_steps=2"] if is_rehearsal(device) else []
     scores = {}
     with tempfile.TemporaryDirectory() as output:
         pretrain = [f"pretrain={output}/quickstart-sft/latest/export"]
@@ -221,8 +233,118 @@ def quickstart(device: str) -> int:
         ("accuracy after SFT", scores["sft"], "0.35 to 0.55", 0.35 <= scores["sft"] <= 0.55),
         ("accuracy after GRPO", scores["grpo"], ">= 0.92", scores["grpo"] >= 0.92),
     ]
-    report({} if device != "cpu" else {"steps": 2}, aims if device != "cpu" else ())
-    return 0 if device == "cpu" or all(each[-1] for each in aims) else 1
+    report({"steps": 2} if rehearsal else {}, () if rehearsal else aims)
+    return 0 if rehearsal or all(each[-1] for each in aims) else 1
+
+
+async def _generate(engine: HFInferStrategy, vocabulary: int, count: int = 8, new_tokens: int = 16) -> list[Any]:
+    """Completions of prompts of different lengths, each with its prompt's tokens."""
+    from roll_core.types import GenerateRequest, SamplingParams
+
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    prompts = [make_sequences(1, 8 + 3 * i, vocabulary)[0].tokens for i in range(count)]
+    requests = [GenerateRequest(id=str(i), prompt_ids=prompts[i], params=params) for i in range(count)]
+    found = await asyncio.gather(*[engine.generate(each) for each in requests])
+    return list(zip(prompts, found, strict=True))
+
+
+def decode(device: str) -> int:
+    """Decodes rows of different lengths in bf16; the trainer computes the logprobs of the sampled tokens again."""
+    import numpy as np
+
+    from roll_core.data.pack import pack
+    from roll_core.spec.train import WantedOutputs
+    from roll_core.types import TrainSequence
+
+    model = model_spec("tiny" if is_rehearsal(device) else "small", "bf16")
+
+    async def completions() -> list[Any]:
+        engine = await start_engine(model, device, kv_cache_gib=2**-6)
+        found = await _generate(engine, 500)
+        await engine.stop()
+        return found
+
+    gaps = []
+    trainer = make_trainer(model, device)
+    for prompt, completion in asyncio.run(completions()):
+        (output,) = completion.outputs
+        tokens = np.concatenate([prompt, output.token_ids])
+        row = TrainSequence(id="row", tokens=tokens, loss_mask=np.arange(len(tokens)) >= len(prompt))
+        (micro,) = pack([row], max_tokens=len(tokens))
+        logprobs_T = trainer.forward(micro, WantedOutputs(logprobs=True)).logprobs_T.float().cpu().numpy()
+        gaps.append(np.abs(logprobs_T[len(prompt) :] - output.logprobs).mean())
+    gap = float(np.mean(gaps))
+    report({}, [("engine - trainer, bf16", gap, "<= 0.05", gap <= 0.05)])
+    return 0 if gap <= 0.05 else 1
+
+
+def resume(device: str) -> int:
+    """Two ranks of `hf_train` continue from a checkpoint with the bits of an uninterrupted run."""
+    from on_ranks import resumed
+
+    from roll_testing.ranks import RankHost, free_port
+
+    if find_platform(device).device_count() < 2:
+        return not_run("needs two devices")
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_spec("tiny" if is_rehearsal(device) else "small")
+        host = RankHost(preload=PRELOAD)
+        found = host.run(resumed, device, model, (free_port(), free_port()), folder, num_ranks=2, timeout_s=120.0)
+        host.close()
+    if not all(found):
+        raise MissedError("a resumed run has other weights than an uninterrupted one")
+    report({"ranks": 2})
+    return 0
+
+
+def sleep(device: str) -> int:
+    """Memory of the device that this process gets back from an engine which sleeps in another one.
+
+    Counted by the platform, for all processes of the device.
+    """
+    from roll_core.errors import UnsupportedError
+
+    def used() -> int:
+        return find_platform(device).memory(0)["used"]
+
+    try:
+        used()
+    except UnsupportedError as error:
+        return not_run(str(error))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_sleep_when_told, args=(theirs, device), daemon=True)
+    child.start()
+    theirs.close()
+    reserved = ours.recv()
+    awake = used()
+    ours.send("sleep")
+    ours.recv()
+    asleep = used()
+    ours.close()
+    child.join(30)
+    share = (awake - asleep) / reserved
+    aim = ("returned to a second process", share, ">= 0.95", share >= 0.95)
+    report({"reserved MB": reserved / 1e6, "used awake MB": awake / 1e6, "used asleep MB": asleep / 1e6}, [aim])
+    return 0 if share >= 0.95 else 1
+
+
+def _sleep_when_told(pipe: Connection, device: str) -> None:
+    """The engine's process: generate, send the reserved bytes, sleep, and end when the pipe is closed."""
+
+    async def serve() -> None:
+        size = "tiny" if is_rehearsal(device) else "small"
+        engine = await start_engine(model_spec(size), device, kv_cache_gib=2**-6 if is_rehearsal(device) else 1.0)
+        await _generate(engine, 500)
+        pipe.send(used_bytes(device))
+        pipe.recv()
+        await engine.sleep()
+        pipe.send("asleep")
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+        await engine.stop()
+
+    asyncio.run(serve())
 
 
 def transport(device: str, which: str) -> int:
@@ -231,7 +353,7 @@ def transport(device: str, which: str) -> int:
         return not_run("needs two devices: collective libraries take one process for each")
     if which == "cuda_ipc" and not memory_is_shared(device):
         return not_run(f"memory of {device} cannot be shared between processes")
-    seconds, num_bytes = sync_once(device, which, "small" if device != "cpu" else "tiny", rounds=3)
+    seconds, num_bytes = sync_once(device, which, "tiny" if is_rehearsal(device) else "small", rounds=3)
     report({"seconds": min(seconds), "MB": num_bytes / 1e6})
     return 0
 
@@ -243,8 +365,10 @@ def offload(device: str) -> int:
     from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
 
-    trainer = make_trainer(model_spec("small"), device)
-    trainer.forward_backward(pack(make_sequences(4, 128, 8192), max_tokens=512), sft_objective())
+    size = "tiny" if is_rehearsal(device) else "small"
+    vocabulary = qwen3(size)["vocab_size"]
+    trainer = make_trainer(model_spec(size), device)
+    trainer.forward_backward(pack(make_sequences(4, 128, vocabulary), max_tokens=512), sft_objective())
     trainer.optimizer_step()
     before = {name: tensor.clone().cpu() for name, tensor in trainer.export_weights()}
     loaded = used_bytes(device)
@@ -258,7 +382,8 @@ def offload(device: str) -> int:
     del trainer
 
     async def sleeping() -> tuple[int, int]:
-        engine = await start_engine(model_spec("small"), device, kv_cache_gib=1.0)
+        engine = await start_engine(model_spec(size), device, kv_cache_gib=2**-6)
+        await _generate(engine, vocabulary)
         awake = used_bytes(device)
         await engine.sleep()
         asleep = used_bytes(device)
@@ -283,7 +408,7 @@ def numerics(device: str) -> int:
     from roll_core.spec.train import WantedOutputs
     from roll_core.types import GenerateRequest, SamplingParams
 
-    size = "small" if device != "cpu" else "tiny"
+    size = "tiny" if is_rehearsal(device) else "small"
     sequences = make_sequences(8, 64, 500)
     (micro,) = pack(sequences, max_tokens=8 * 64)
     found = {}
@@ -323,47 +448,20 @@ def numerics(device: str) -> int:
 
 
 def planner(device: str) -> int:
-    """Predicted beside measured peak memory of an SFT run."""
-    import yaml
+    """Memory that `roll-core plan` predicts, beside the peaks of torch's allocator, by phase; see `peaks.py`."""
+    import peaks
 
-    from roll_core.runtime.records.run_dir import RunDir
-    from roll_tools.saved_record import read_memory
-
-    size, length = ("small", 512) if device != "cpu" else ("tiny", 64)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        rows = [{"prompt": "a" * (length // 2), "response": "b" * (length // 2)} for _ in range(16)]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        config = {
-            "pipeline": "sft",
-            "output_dir": name,
-            "exp_name": "planned",
-            "platform": device,
-            "executor": "local",
-            "tokenizer": {"kind": "byte"},
-            "prompt_length": length,
-            "response_length": length,
-            "max_steps": 2,
-            "save_steps": 0,
-            "export_model": False,
-            "track_with": [],
-            "sft_train": {
-                "model_args": {"dtype": "bf16" if device != "cpu" else "fp32", "random_init": qwen3(size)},
-                "training_args": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-                "data_args": {"file_name": str(folder / "rows.jsonl")},
-                "strategy_args": {"strategy_name": "hf_train"},
-                "device_mapping": [0],
-            },
-        }
-        (folder / "sft.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-        subprocess.run([sys.executable, "-m", "roll_core", "run", str(folder / "sft.yaml")], check=True)
-        (row,) = read_memory(RunDir(folder / "planned" / "latest"))
-    kind = "device_" if device != "cpu" else ""
-    predicted, measured = row[f"{kind}predicted_bytes"], row[f"{kind}measured_bytes"]
-    figures = {"predicted MB": (predicted or 0) / 1e6, "measured MB": (measured or 0) / 1e6}
-    error = (predicted - measured) / measured if predicted and measured else float("nan")
-    report(figures, [("error", error, "within 0.15", abs(error) <= 0.15)] if device != "cpu" else ())
-    return 0 if device == "cpu" or abs(error) <= 0.15 else 1
+    num_devices = find_platform(device).device_count()
+    size, length, kv_cache_gib = ("little", 256, 2**-4) if is_rehearsal(device) else ("small", 1024, 1.0)
+    figures: dict[str, Any] = {}
+    aims = []
+    for name, rows in peaks.measured(device, num_devices, qwen3(size), length, kv_cache_gib):
+        errors = {phase: predicted / measured - 1 for phase, (predicted, measured) in rows.items()}
+        worst = max(errors, key=lambda phase: abs(errors[phase]))
+        figures[f"{name}, {worst}, MB"] = [round(num_bytes / 1e6, 2) for num_bytes in rows[worst]]
+        aims.append((f"{name}, {worst}", errors[worst], "within 0.10", abs(errors[worst]) <= 0.10))
+    report(figures, aims)
+    return 0 if all(each[-1] for each in aims) else 1
 
 
 def extensions(device: str) -> int:
@@ -372,7 +470,7 @@ def extensions(device: str) -> int:
 
     if not has_kernels(device):
         return not_run(f"the kernels have no variant for {device}")
-    extension = CUDA_EXTENSION if device == "cuda" else EXTENSION
+    extension = EXTENSION if on_host(device) else CUDA_EXTENSION
     with tempfile.TemporaryDirectory() as name:
         os.environ["TORCH_EXTENSIONS_DIR"] = name
         begun = time.monotonic()
@@ -390,7 +488,10 @@ def extensions(device: str) -> int:
 
 
 def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[float], int]:
-    """Seconds of each publish from `hf_train` to `hf_infer` with its proof, and the bytes of the weights."""
+    """Seconds of each publish from `hf_train` to `hf_infer` with its proof, and the bytes of the weights.
+
+    With `collective` the engine is on a second device: collective libraries take one process for each.
+    """
     from roll_core.builtin import plugin as core
     from roll_core.runtime.weights.broadcaster import verify
     from roll_core.runtime.weights.plan import SyncPlan
@@ -406,9 +507,10 @@ def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[
     ours, theirs = context.Pipe()
     child: Any = None
     if which == "shared":  # the tensors themselves change hands, which takes one process
-        child = threading.Thread(target=_receive, args=(theirs, device, size), daemon=True)
+        child = threading.Thread(target=_receive, args=(theirs, device, 0, size), daemon=True)
     else:
-        child = context.Process(target=_receive, args=(theirs, device, size), daemon=True)
+        index = int(which == "collective")
+        child = context.Process(target=_receive, args=(theirs, device, index, size), daemon=True)
     child.start()
     if ours.recv() != "ready":
         raise MissedError("the engine did not start")
@@ -449,14 +551,14 @@ def _take(pipe: Connection, which: str) -> Any:
     return _here.pop() if which == "shared" and found == "look" else found
 
 
-def _receive(pipe: Connection, device: str, size: str) -> None:
+def _receive(pipe: Connection, device: str, index: int, size: str) -> None:
     """The engine's end: start, then take in every publish until None comes."""
 
     async def serve() -> None:
         from roll_core.runtime.weights.transfer import WeightReceiver
 
-        engine = await start_engine(model_spec(size), device, kv_cache_gib=0.25)
-        receiver = WeightReceiver(engine, role="actor_infer", rank=0, device=torch_device(device))
+        engine = await start_engine(model_spec(size), device, index, kv_cache_gib=0.25)
+        receiver = WeightReceiver(engine, role="actor_infer", rank=0, device=torch_device(device, index))
         pipe.send("ready")
         loop = asyncio.get_running_loop()
         while True:
@@ -490,4 +592,4 @@ def main(programs: Sequence[Callable[..., int]]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main([probe, kit, quickstart, transport, offload, numerics, planner, extensions]))
+    sys.exit(main([probe, decode, quickstart, resume, sleep, kit, transport, offload, numerics, planner, extensions]))

@@ -1,10 +1,11 @@
-"""`./run gpu`: everything that only a GPU can show, in one command whose results are written after each part.
+"""`./run gpu`: everything that only an accelerator can show, in one command that writes results after each part.
 
-    ./run gpu [--device PLATFORM] [--only PART ...] [--out FOLDER] [--system-python [--wheels FOLDER]]
+    ./run gpu [--device PLATFORM] [--rehearsal] [--only PART ...] [--out FOLDER] [--system-python [--wheels FOLDER]]
 
-Each part is a process of its own with a deadline, so one that fails or hangs does not stop the next. `--device cpu`
-rehearses every part with tiny shapes; what only a GPU can show is then listed as such, never as passed.
-`--system-python` uses the machine's own Python and torch and installs nothing but the wheels in `--wheels`.
+Each part is a process of its own with a deadline, so one that fails or hangs does not stop the next. `--rehearsal` runs
+the parts with tiny shapes and judges no speed or accuracy; `--device cpu` implies it. What a CPU cannot show is then
+listed as such, never as passed. `--system-python` uses the machine's own Python and torch and installs nothing but the
+wheels in `--wheels`.
 This file needs only the standard library: it records what is missing instead of failing for it.
 """
 
@@ -38,6 +39,8 @@ NEEDED = ("core", "modeling", "strategy-hf", "infer-hf", "weight-transports", "t
 """Packages of this repository that most parts import."""
 NOT_RUN = 77
 """Exit code of a part that cannot run here; its last line says why."""
+REHEARSAL = "ROLL_GPU_REHEARSAL"
+"""Environment variable of the parts' processes; set: tiny shapes."""
 MAX_ERROR_LINES = 40
 """Lines of a failed part's output that the result file keeps."""
 
@@ -50,26 +53,26 @@ class Part:
     command: tuple[str, ...]
     """Arguments for Python; `{device}` is filled in."""
     deadline_s: float
-    """On a GPU; a rehearsal has `REHEARSAL_S`."""
+    """A rehearsal has `REHEARSAL_S`."""
     modules: tuple[str, ...] = ()
     """Modules that must be importable."""
-    needs_gpu: str = ""
-    """Why a CPU cannot show it; empty where it can."""
+    needs_device: str = ""
+    """Why a CPU cannot show it; empty if it can."""
 
 
 REHEARSAL_S = 150.0
 
 
 def kit(
-    name: str, select: str, *, deadline_s: float = 600.0, modules: tuple[str, ...] = (), needs_gpu: str = ""
+    name: str, select: str, *, deadline_s: float = 600.0, modules: tuple[str, ...] = (), needs_device: str = ""
 ) -> Part:
     """A conformance kit on the device."""
     command = (str(HERE / "programs.py"), "kit", "--device", "{device}", "--select", select)
-    return Part(name=f"kit {name}", command=command, deadline_s=deadline_s, modules=modules, needs_gpu=needs_gpu)
+    return Part(name=f"kit {name}", command=command, deadline_s=deadline_s, modules=modules, needs_device=needs_device)
 
 
 def program(
-    name: str, *arguments: str, deadline_s: float = 300.0, modules: tuple[str, ...] = (), gpu: str = ""
+    name: str, *arguments: str, deadline_s: float = 300.0, modules: tuple[str, ...] = (), device: str = ""
 ) -> Part:
     """A function of `programs.py`."""
     command = (str(HERE / "programs.py"), name, "--device", "{device}", *arguments)
@@ -78,38 +81,46 @@ def program(
         command=command,
         deadline_s=deadline_s,
         modules=modules,
-        needs_gpu=gpu,
+        needs_device=device,
     )
 
 
-def timing(name: str, *arguments: str, deadline_s: float = 420.0, gpu: str = "") -> Part:
+def timing(name: str, *arguments: str, deadline_s: float = 420.0, device: str = "") -> Part:
     """A function of `timings.py`."""
     command = (str(HERE / "timings.py"), name, "--device", "{device}", *arguments)
-    return Part(name=" ".join(["bench", name, *arguments[1::2]]), command=command, deadline_s=deadline_s, needs_gpu=gpu)
+    return Part(
+        name=" ".join(["bench", name, *arguments[1::2]]), command=command, deadline_s=deadline_s, needs_device=device
+    )
 
 
 PARTS: tuple[Part, ...] = (
     program("probe"),
+    # What was broken on devices before any ran: seconds each, so that a loan that ends early has them.
+    program("decode"),
+    program("quickstart", deadline_s=600.0),
+    program("resume"),
+    program("sleep", device="memory of a device beside the host's"),
     kit("hf_train", "HFTrain"),
     kit("fsdp2_train", "FSDP2"),
     kit("deepspeed_train", "DeepSpeed", modules=("deepspeed",)),
-    kit("megatron_train", "Megatron", modules=("megatron.core",), needs_gpu="the kit runs beside the engine on a CPU"),
+    kit(
+        "megatron_train", "Megatron", modules=("megatron.core",), needs_device="the kit runs beside the engine on CPUs"
+    ),
     kit("hf_infer, torch's operators", "HFInferTorch"),
     kit("hf_infer, compiled kernels", "HFInferCompiled"),
-    program("quickstart", deadline_s=600.0),
     program("transport", "--which", "shared"),
-    program("transport", "--which", "cuda_ipc", gpu="memory of a device that two processes share"),
-    program("transport", "--which", "collective", gpu="two devices"),
-    program("offload", gpu="memory of a device beside the host's"),
+    program("transport", "--which", "cuda_ipc", device="memory of a device that two processes share"),
+    program("transport", "--which", "collective", device="two devices"),
+    program("offload", device="memory of a device beside the host's"),
     program("numerics"),
-    program("planner"),
+    program("planner", device="memory of a device beside the host's"),
     program("extensions"),
     timing("sft_step", "--model", "0.6B"),
-    timing("sft_step", "--model", "1.7B", gpu="1.7 billion parameters"),
+    timing("sft_step", "--model", "1.7B", device="1.7 billion parameters"),
     timing("rollout", "--model", "0.6B"),
     timing("sync", "--model", "1.7B"),
     timing("grpo_step", "--model", "0.6B"),
-    timing("grpo_step", "--model", "1.7B", gpu="1.7 billion parameters"),
+    timing("grpo_step", "--model", "1.7B", device="1.7 billion parameters"),
     timing("attention"),
 )
 
@@ -122,9 +133,10 @@ def main() -> int:
     parser.add_argument(
         "--device", metavar="PLATFORM", default="cuda", help="cuda, rocm, npu or another package's; cpu: a rehearsal"
     )
+    parser.add_argument("--rehearsal", action="store_true", help="tiny shapes; no speed or accuracy is judged")
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts whose names contain one of these")
     parser.add_argument(
-        "--out", type=Path, help="folder of the results; benchmarks/results/gpu, or output/gpu on a CPU"
+        "--out", type=Path, help="folder of the results; benchmarks/results/gpu, or output/gpu of a rehearsal"
     )
     parser.add_argument("--system-python", action="store_true", help="the machine's own Python, torch and transformers")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of what that Python lacks")
@@ -143,10 +155,10 @@ def main() -> int:
             print(f"./run gpu: {sys.executable} has no {', '.join(missing)}", file=sys.stderr)
             print("Give their wheels with --wheels FOLDER; docs/gpu.md has the command.", file=sys.stderr)
             return 2
-    out = arguments.out or REPOSITORY / (
-        Path("benchmarks/results/gpu") if arguments.device != "cpu" else Path("output/gpu")
-    )
-    results = Results(out, arguments.device)
+    rehearsal = arguments.rehearsal or arguments.device == "cpu"
+    environ |= {REHEARSAL: "1"} if rehearsal else {}
+    out = arguments.out or REPOSITORY / ("output/gpu" if rehearsal else "benchmarks/results/gpu")
+    results = Results(out, arguments.device, rehearsal=rehearsal)
     for part in chosen:
         print(f"{part.name} …", end=" ", flush=True)
         entry = run_part(part, arguments.device, environ, out / "logs")
@@ -216,15 +228,15 @@ def normalised(requirement: str) -> str:
 
 def run_part(part: Part, device: str, environ: Mapping[str, str], logs: Path) -> dict[str, Any]:
     """Run one part in a process group of its own and return its entry of the result file."""
-    if device == "cpu" and part.needs_gpu:
-        return {"status": "needs a GPU", "seconds": 0.0, "why": part.needs_gpu}
+    if device == "cpu" and part.needs_device:
+        return {"status": "needs a device", "seconds": 0.0, "why": part.needs_device}
     if missing := missing_modules(part.modules, environ):
         return {"status": "not installed", "seconds": 0.0, "why": ", ".join(missing)}
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{part.name.replace(' ', '-').replace(',', '').replace(chr(39), '')}.txt"
     command = [sys.executable, *(word.replace("{device}", device) for word in part.command)]
     path = os.pathsep.join([str(HERE), str(REPOSITORY / "benchmarks"), str(REPOSITORY), environ.get("PYTHONPATH", "")])
-    deadline_s = part.deadline_s if device != "cpu" else REHEARSAL_S
+    deadline_s = REHEARSAL_S if REHEARSAL in environ else part.deadline_s
     begun = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
         process = subprocess.Popen(
@@ -292,25 +304,25 @@ def _last_json(lines: Sequence[str]) -> dict[str, Any]:
 class Results:
     """One JSON and one Markdown file, written again after every part."""
 
-    def __init__(self, out: Path, device: str) -> None:
+    def __init__(self, out: Path, device: str, *, rehearsal: bool) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.machine = machine(device)
-        self.device = device
+        self.device, self.rehearsal = device, rehearsal
         self.parts: list[dict[str, Any]] = []
-        name = _file_name(str(self.machine["gpu"])) if device != "cpu" else "cpu-rehearsal"
+        name = f"{device}-rehearsal" if rehearsal else _file_name(str(self.machine["gpu"]))
         self.json, self.markdown = out / f"{name}.json", out / f"{name}.md"
 
     def add(self, part: Part, entry: Mapping[str, Any]) -> None:
         """Add one part's entry and write both files."""
         self.parts.append({"part": part.name, **entry})
-        whole = {"device": self.device, "machine": self.machine, "parts": self.parts}
+        whole = {"device": self.device, "rehearsal": self.rehearsal, "machine": self.machine, "parts": self.parts}
         self.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         self.markdown.write_text(self._page(), encoding="utf-8")
 
     def _page(self) -> str:
         about = self.machine
         rows = [f"| {p['part']} | {p['status']} | {p['seconds']:.0f} | {_told(p)} |" for p in self.parts]
-        title = about["gpu"] if self.device != "cpu" else "rehearsal on a CPU, tiny shapes"
+        title = f"rehearsal on platform {self.device}, tiny shapes" if self.rehearsal else about["gpu"]
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         return "\n".join(
             [

@@ -2,7 +2,7 @@
 
     python tools/gpu/timings.py NAME --device PLATFORM [--model 0.6B|1.7B]
 
-Models have random weights in the shapes of Qwen3. On a CPU the shapes are tiny and no aim is judged. MFU counts
+Models have random weights in the shapes of Qwen3. In a rehearsal the shapes are tiny and no aim is judged. MFU counts
 6 floating-point operations per weight of a matrix product and token, 12 per attended pair and head dimension halved by
 causality, against the device's bf16 rate: NVIDIA's figure for dense products where the device is known, else the rate
 of an 8192³ product measured here, which is reported either way.
@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from programs import (
+    is_rehearsal,
     main,
     make_sequences,
     make_trainer,
     memory_is_shared,
     model_spec,
+    on_host,
     qwen3,
     report,
     start_engine,
@@ -45,7 +47,7 @@ PACKED = 4096
 
 
 def _synchronise(device: str) -> None:
-    if device != "cpu":
+    if not on_host(device):
         import torch
 
         torch.accelerator.synchronize(torch_device(device))
@@ -68,14 +70,15 @@ def _seconds(device: str, call: Callable[[], object], *, times: int, warm_up: in
 def _peak_bytes(device: str) -> int:
     import torch
 
-    return torch.accelerator.max_memory_reserved(torch_device(device)) if device != "cpu" else 0
+    return 0 if on_host(device) else torch.accelerator.max_memory_reserved(torch_device(device))
 
 
 def _forget_peak(device: str) -> None:
+    """Before another contestant: what the last one reserved is none of its memory."""
     import torch
 
     gc.collect()
-    if device != "cpu":
+    if not on_host(device):
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(torch_device(device))
 
@@ -84,7 +87,7 @@ def _gemm_flops(device: str) -> float:
     """Operations per second of a square bf16 product."""
     import torch
 
-    size = 8192 if device != "cpu" else 256
+    size = 256 if is_rehearsal(device) else 8192
     left, right = (torch.randn(size, size, device=torch_device(device), dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / _seconds(device, lambda: left @ right, times=10, warm_up=3)
 
@@ -103,7 +106,7 @@ def sft_step(device: str, model: str) -> int:
     from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
 
-    size, packed = (model, PACKED) if device != "cpu" else ("tiny", 128)
+    size, packed = ("tiny", 128) if is_rehearsal(device) else (model, PACKED)
     config, micro_batches = qwen3(size), 4
     gemm = _gemm_flops(device)
     figures: dict[str, Any] = {}
@@ -136,7 +139,7 @@ def sft_step(device: str, model: str) -> int:
         ("times the plain loop", times_plain, ">= 1", times_plain >= 1),
         ("memory beside the plain loop", memory / max(plain["GB"], 1e-9), "<= 1", memory <= plain["GB"]),
     ]
-    report(figures, aims if device != "cpu" else ())
+    report(figures, () if is_rehearsal(device) else aims)
     return 0
 
 
@@ -144,7 +147,7 @@ def _nominal(device: str, measured: float) -> float:
     import torch
 
     properties = getattr(torch.get_device_module(torch_device(device)), "get_device_properties", None)
-    name = properties(torch_device(device)).name if properties is not None and device != "cpu" else ""
+    name = "" if properties is None or on_host(device) else properties(torch_device(device)).name
     return next((flops for part, flops in NOMINAL_FLOPS.items() if part in name), measured)
 
 
@@ -181,7 +184,7 @@ def rollout(device: str, model: str) -> int:
     from roll_core.errors import RollError
     from roll_core.types import GenerateRequest, SamplingParams
 
-    size, count, new_tokens = (model, 256, 512) if device != "cpu" else ("tiny", 8, 8)
+    size, count, new_tokens = ("tiny", 8, 8) if is_rehearsal(device) else (model, 256, 512)
     keys = qwen3(size)
     prompts = np.random.default_rng(0).integers(3, keys["vocab_size"], (count, 64))
 
@@ -191,7 +194,7 @@ def rollout(device: str, model: str) -> int:
             device,
             kernels=kernels,
             max_num_seqs=count,
-            kv_cache_gib=24.0 if device != "cpu" else 0.25,
+            kv_cache_gib=2**-6 if is_rehearsal(device) else 24.0,
         )
 
         async def generate(tokens: int) -> None:
@@ -215,7 +218,6 @@ def rollout(device: str, model: str) -> int:
             figures[f"hf_infer, {kernels} kernels, tokens/s"] = asyncio.run(ours(kernels))
         except RollError as error:
             figures[f"hf_infer, {kernels} kernels"] = f"failed: {error}"
-        _forget_peak(device)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys), dtype=torch.bfloat16).to(torch_device(device))
@@ -237,19 +239,18 @@ def rollout(device: str, model: str) -> int:
     figures["transformers generate, tokens/s"] = peers
     best = max(value for value in figures.values() if isinstance(value, float) and value is not peers)
     aim = ("times generate", best / peers, ">= 3", best >= 3 * peers)
-    report(figures, [aim] if device != "cpu" else ())
+    report(figures, () if is_rehearsal(device) else [aim])
     return 0
 
 
 def sync(device: str, model: str) -> int:
     """A publish with its proof, by each transport that two processes on this device have."""
-    size = model if device != "cpu" else "tiny"
+    size = "tiny" if is_rehearsal(device) else model
     figures: dict[str, Any] = {}
     for which in ("shared", "cuda_ipc", "shm") if memory_is_shared(device) else ("shared", "shm"):
         seconds, num_bytes = sync_once(device, which, size, rounds=4)
         figures[f"{which}, s"] = min(seconds[1:])
         figures["GB"] = num_bytes / 1e9
-        _forget_peak(device)
     ipc = figures.get("cuda_ipc, s", float("nan"))
     report(figures, [("cuda_ipc, s", ipc, "< 1", ipc < 1)] if memory_is_shared(device) else ())
     return 0
@@ -259,7 +260,7 @@ def grpo_step(device: str, model: str) -> int:
     """Steps of `roll-core run` with the rlvr pipeline: 16 prompts × 8 samples × 256 tokens, rollouts included."""
     import yaml
 
-    size, prompts, tokens = (model, 16, 256) if device != "cpu" else ("tiny", 4, 8)
+    size, prompts, tokens = ("tiny", 4, 8) if is_rehearsal(device) else (model, 16, 256)
     steps = 4
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -313,7 +314,7 @@ def attention(device: str) -> int:
 
     from roll_modeling.attention import AttentionOptions, FlatLayout, attend_flat
 
-    tokens, heads, kv_heads, head = (4096, 16, 8, 128) if device != "cpu" else (256, 4, 2, 16)
+    tokens, heads, kv_heads, head = (256, 4, 2, 16) if is_rehearsal(device) else (4096, 16, 8, 128)
     place, dtype = torch_device(device), torch.bfloat16
     figures: dict[str, Any] = {}
     for count in (1, 8, 64):
@@ -342,7 +343,7 @@ def _varlen(query: Any, key: Any, value: Any, lengths: tuple[int, ...]) -> dict[
     import torch
 
     found: dict[str, Callable[[], object]] = {}
-    if query.device.type != "cuda":
+    if query.device.type == "cpu":
         return found
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=query.device)
     longest = max(lengths)
