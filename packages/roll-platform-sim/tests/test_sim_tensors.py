@@ -132,6 +132,7 @@ def cases():
         "einsum": (lambda x, y: torch.einsum("ij,jk->ki", x, y), (x, y)),
         "sort": (lambda x: x.sort(dim=1, descending=True)[0].cumsum(1), (x,)),
         "half": (lambda x, y: (x.bfloat16() @ y.bfloat16()).float(), (x, y)),
+        "sgn": (lambda x: x.sgn() * x, (x,)),
         "empty": (lambda x: x[:0].sum(0), (x,)),
     }
 

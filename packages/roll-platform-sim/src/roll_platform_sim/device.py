@@ -1,9 +1,8 @@
 """Registration of the simulated devices as a device type of torch.
 
-    import torch  ->  autoload()  ->  register("sim")  ->  compile csrc/ once  ->  torch.device("sim:0")
+    import torch -> roll_platform_sim.autoload() -> register("sim") -> compile csrc/ once -> torch.device("sim:0")
 
-torch calls `autoload` when it is imported, in every process, through the entry point `torch.backends`. It does nothing
-unless `ROLL_SIM_DEVICES` is set.
+torch calls `autoload` through the entry point `torch.backends`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,6 @@ EXTENSION = Extension(
 )
 
 _registered: str | None = None
-
-
-def autoload() -> None:
-    """Register the devices that the environment describes, as type `sim`."""
-    if settings.num_devices():
-        register()
 
 
 def register(

@@ -258,6 +258,13 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return self.key_set() == from.key_set() || (is_dense(self) && is_dense(from));
 }
 
+// Zeros that take no memory do not reach kernels as such.
+at::Tensor efficient_zero_tensor(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pin) {
+  return empty(size, dtype, layout, device, pin, std::nullopt).zero_();
+}
+
 // CPUs have no histograms of integers.
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
   record("op", "aten::histc");
@@ -349,6 +356,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &sim::set_storage_at);
   m.impl("copy_", &sim::copy_);
   m.impl("record_stream", &sim::record_stream);
+  m.impl("_efficientzerotensor", &sim::efficient_zero_tensor);
   m.impl("histc", &sim::histc);
   m.impl("_has_compatible_shallow_copy_type", &sim::has_compatible_shallow_copy_type);
   m.impl("convolution_overrideable", &sim::convolution);
