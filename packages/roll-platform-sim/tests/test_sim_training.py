@@ -10,6 +10,7 @@ import pytest
 import torch
 from sim_process import on_devices
 
+from roll_core.algorithms import policy_losses
 from roll_core.algorithms.losses import policy_objective
 from roll_core.data.pack import pack
 from roll_core.errors import NonFiniteError
@@ -26,7 +27,8 @@ from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.models import QWEN3
 
 LENGTHS = (5, 3, 7, 2, 4, 6)
-LOSS = policy_objective(kl_coef=0.1, entropy_coef=0.01)
+NAMES = ("ppo", "gspo", "clip_cov")
+LOSSES = {name: policy_objective(policy_loss=f"{policy_losses.__name__}:{name}", kl_coef=0.1) for name in NAMES}
 
 
 def sequences(**fields):
@@ -80,12 +82,13 @@ def test_a_microbatch_moves_in_one_copy_that_does_not_block():
 
 
 @on_devices()
-def test_a_training_step_waits_twice_for_the_device():
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_step_waits_twice_for_the_device(name):
     from roll_platform_sim.trace import Trace
 
     strategy = trainer()
     with Trace() as trace:
-        metrics = strategy.forward_backward(microbatches(), LOSS)
+        metrics = strategy.forward_backward(microbatches(), LOSSES[name])
         strategy.optimizer_step()
     blocking = [event for event in trace.events if event.kind == "wait" or "blocking" in event.what]
     assert sum(trace.events[event] for event in blocking) == 2, trace.lines()
@@ -103,7 +106,7 @@ def test_a_loss_that_is_not_finite_is_named_after_the_passes(field):
     strategy = trainer()
     before = {name: tensor.clone() for name, tensor in strategy.export_weights()}
     with pytest.raises(NonFiniteError) as raised:
-        strategy.forward_backward(microbatches(s2={field: spoilt}), LOSS)
+        strategy.forward_backward(microbatches(s2={field: spoilt}), LOSSES["ppo"])
     for part in (field, "token 2", "sequence s2"):
         assert part in str(raised.value)
     assert strategy.optimizer_step().grad_norm == 0.0

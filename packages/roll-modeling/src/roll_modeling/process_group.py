@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from roll_core.errors import NonFiniteError, WorkerError
+from roll_core.spec.module_program import move_tensors
 from roll_modeling.rendezvous import open_store
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class ProcessGroup:
         """Elementwise maximum of `numbers` over a group of ranks, by default all. Collective over the group."""
         if self.size == 1:
             return list(numbers)
-        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        found = move_tensors({"numbers": torch.tensor(numbers, dtype=torch.int64)}, self.device)["numbers"]
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         largest: list[int] = found.tolist()
         return largest

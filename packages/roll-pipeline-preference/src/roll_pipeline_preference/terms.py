@@ -118,8 +118,9 @@ class PreferenceTerm:
             ("rejected", ~desirable_S, micro.totals.groups - num_desirable),
         ):
             if count:
-                metrics[f"rewards/{name}"] = self.params.beta * ratios_S.detach()[mine_S].sum() / count
-                metrics[f"logps/{name}"] = logps_S.detach()[mine_S].sum() / count
+                rewards_S = self.params.beta * torch.where(mine_S, ratios_S.detach(), 0.0)
+                metrics[f"rewards/{name}"] = rewards_S.sum() / count
+                metrics[f"logps/{name}"] = torch.where(mine_S, logps_S.detach(), 0.0).sum() / count
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return losses, metrics

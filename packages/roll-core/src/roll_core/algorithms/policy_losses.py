@@ -25,6 +25,7 @@ import torch
 
 from roll_core.algorithms import options
 from roll_core.errors import DataError
+from roll_core.spec.module_program import move_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -327,6 +328,8 @@ def _rollout_sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
 
     Raises `DataError` if other tokens of a rollout are in another microbatch.
     """
+    if not micro.totals.rollout_tokens:  # each sequence is a rollout; the check below waits for the device
+        return _sums(values_T, micro)
     counted_T = _sums(micro.loss_mask_T.float(), micro)
     apart_T = micro.loss_mask_T & (counted_T != micro.rollout_tokens_S[micro.segments_T])
     if apart_T.any():
@@ -339,10 +342,12 @@ def _rollout_sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def _sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
-    lengths_S = torch.tensor(micro.lengths, device=values_T.device)
+    lengths_S = micro.cu_seqlens.diff().long()
     rows_S = torch.segment_reduce(values_T, "sum", lengths=lengths_S, unsafe=True)
-    rollouts, rollouts_S = torch.unique(micro.rollouts_S, return_inverse=True)
-    return rows_S.new_zeros(len(rollouts)).index_add(0, rollouts_S, rows_S)[rollouts_S][micro.segments_T]
+    if micro.totals.rollout_tokens:
+        joined_SS = micro.rollouts_S[:, None] == micro.rollouts_S
+        rows_S = torch.where(joined_SS, rows_S, 0.0).sum(dim=1)
+    return rows_S[micro.segments_T]
 
 
 def _rollout_means(values_T: Tensor, micro: MicroBatch) -> Tensor:
@@ -361,7 +366,8 @@ def _covariance(own_T: Tensor, advantages_T: Tensor, micro: MicroBatch) -> Tenso
 
 def _uniform(micro: MicroBatch) -> Tensor:
     """Number in [0, 1) of each token: MurmurHash3's finalizer of its row's id and position."""
-    seeds_S = torch.tensor([zlib.crc32(each.encode()) for each in micro.ids], device=micro.segments_T.device)
+    seeds = {"S": torch.tensor([zlib.crc32(each.encode()) for each in micro.ids])}
+    seeds_S = move_tensors(seeds, micro.segments_T.device)["S"]
     hash_T = (seeds_S[micro.segments_T] + micro.positions_T * 0x9E3779B1) & 0xFFFFFFFF
     hash_T = ((hash_T ^ (hash_T >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     hash_T = ((hash_T ^ (hash_T >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
