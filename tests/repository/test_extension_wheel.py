@@ -12,14 +12,13 @@ from roll_testing.errors import raises_error
 
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 USE = """
-import numpy as np
 import torch
 from roll_infer_hf.kernels.decode import EXTENSION, DecodeKernels
 print(EXTENSION.library())
 kernels = DecodeKernels(
     num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, qk_epsilon=1e-6, dtype=torch.float32, device=torch.device("cpu")
 )
-kernels.begin(torch.zeros(1, 1, 4, 8), np.zeros(1, dtype=np.int64))
+kernels.begin(torch.zeros(1, 1, 4, 8), torch.zeros(1, dtype=torch.int64))
 gate, up = torch.randn(3, 8), torch.randn(3, 8)
 torch.testing.assert_close(kernels.gate(torch.cat([gate, up], 1)), torch.nn.functional.silu(gate) * up)
 """

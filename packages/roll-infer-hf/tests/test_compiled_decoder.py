@@ -35,7 +35,7 @@ def kernels(dtype=torch.float32, *, heads=4, kv_heads=2, size=16, epsilon=1e-6):
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    made.begin(torch.empty(1, kv_heads, 1, size), np.zeros(1, dtype=np.int64))
+    made.begin(torch.empty(1, kv_heads, 1, size), torch.zeros(1, dtype=torch.int64))
     return made
 
 
@@ -85,7 +85,7 @@ def test_attention_is_that_of_torch_over_each_rows_own_positions(kv_heads, group
     cos, sin = torch.randn(width, 1, size), torch.randn(width, 1, size)
     weight = torch.randn(heads + kv_heads, size) if normed else None
     made = kernels(heads=heads, kv_heads=kv_heads, size=size)
-    made.begin(keys, np.array(lengths))
+    made.begin(keys, torch.tensor(lengths))
     found = made.attend(qkv.flatten(1), weight, cos, sin, keys, values)
     for row, length in enumerate(lengths):
         qk = qkv[row, : heads + kv_heads]
@@ -109,7 +109,7 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other():
     qkv = torch.cat([normed] * 8, dim=1)
     keys, values, tables = torch.zeros(3, 2, 4, 16), torch.zeros(3, 2, 4, 16), torch.ones(4, 1, 16)
     made = kernels()
-    made.begin(keys, np.array([0, 1, 2]))
+    made.begin(keys, torch.tensor([0, 1, 2]))
     attended = made.attend(qkv, None, tables, tables, keys, values)
     for found in (normed, gated, attended):
         assert found.isfinite().all(dim=1).tolist() == [True, False, True]
@@ -147,7 +147,7 @@ def test_rows_that_come_and_go_decode_as_with_torch(tiny_spec):
     model = load_model(tiny_spec)
     rng = np.random.default_rng(0)
     begun = [rng.integers(0, 97, size) for size in (3, 9, 1, 5, 7)]
-    tokens = rng.integers(0, 97, (20, 5))
+    tokens = torch.from_numpy(rng.integers(0, 97, (20, 5)))
 
     def logits(chosen):
         prompts = [CachedPrompt(tokens=each) for each in begun]
@@ -171,7 +171,7 @@ def test_a_step_pads_its_rows_once_and_decodes_as_with_torch(tiny_spec, monkeypa
     model = load_model(replace(tiny_spec, random_init=wide))
     rng = np.random.default_rng(0)
     begun = [rng.integers(0, 97, size) for size in rng.integers(1, 12, 19)]
-    tokens = rng.integers(0, 97, (6, 19))
+    tokens = torch.from_numpy(rng.integers(0, 97, (6, 19)))
     rows_seen = []
     project = Projection.__call__
     monkeypatch.setattr(Projection, "__call__", lambda self, x: rows_seen.append(len(x)) or project(self, x))

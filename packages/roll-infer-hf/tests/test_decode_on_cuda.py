@@ -5,7 +5,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -63,7 +62,7 @@ def test_kernels_launch_on_the_device_of_their_tensors(kernels, monkeypatch):
     monkeypatch.setattr(decode, "select_device", selected.append)
     monkeypatch.setattr(decode, "current_stream", lambda device: selected.append((device, "stream")))
     for each in kernels(torch.float32):
-        each.begin(torch.empty(1, 2, 1, 16), np.zeros(1, dtype=np.int64))
+        each.begin(torch.empty(1, 2, 1, 16), torch.zeros(1, dtype=torch.int64))
     assert selected == [torch.device("cuda"), (torch.device("cuda"), "stream")]
 
 
@@ -73,7 +72,7 @@ def test_norms_and_gates_are_those_of_the_processor(kernels, dtype, num, size):
     torch.manual_seed(num)
     host, gpu = kernels(dtype)
     cache = torch.empty(1, 2, 1, 16, dtype=dtype)
-    lengths = np.zeros(1, dtype=np.int64)
+    lengths = torch.zeros(1, dtype=torch.int64)
     hidden, added = torch.randn(2, num, size).to(dtype)
     weight, gate_up = torch.randn(size).to(dtype), (40 * torch.randn(num, 2 * size)).to(dtype)
     found = []
@@ -104,7 +103,7 @@ def test_attention_is_that_of_the_processor(kernels, dtype, normed, heads, kv_he
     found = []
     for each in kernels(dtype, heads=heads, kv_heads=kv_heads, size=size):
         keys, values = caches.clone()
-        each.begin(keys, np.array(lengths))
+        each.begin(keys, torch.tensor(lengths))
         out = each.attend(qkv, weight, cos, sin, keys, values)
         found.append((out, keys.nan_to_num(7.0), values.nan_to_num(7.0)))
     assert all(near(mine, theirs) for mine, theirs in zip(*found, strict=True))
@@ -115,7 +114,7 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(kernels):
     qkv = torch.ones(3, 8 * 16)
     qkv[1, 5] = torch.nan
     keys, values, tables = torch.zeros(3, 2, 4, 16), torch.zeros(3, 2, 4, 16), torch.ones(4, 1, 16)
-    gpu.begin(keys, np.array([0, 1, 2]))
+    gpu.begin(keys, torch.tensor([0, 1, 2]))
     found = gpu.attend(qkv, None, tables, tables, keys, values)
     assert found.isfinite().all(dim=1).tolist() == [True, False, True]
 
@@ -123,7 +122,7 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(kernels):
 def test_what_cuda_refuses_is_an_error(kernels):
     _, gpu = kernels(torch.float32, heads=1, kv_heads=1, size=1024)
     keys = torch.zeros(1, 1, 1, 1024)
-    gpu.begin(keys, np.zeros(1, dtype=np.int64))
+    gpu.begin(keys, torch.zeros(1, dtype=torch.int64))
     with raises_error(ExtensionError, "roll_attend", "CUDA", "1"):
         gpu.attend(torch.zeros(1, 3 * 1024), None, keys[0, 0], keys[0, 0], keys, keys.clone())
 

@@ -4,6 +4,8 @@ With the uniforms (i + 1/2) / N the inverse of a distribution function hits each
 is drawn shows the whole distribution without any randomness.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.types import SamplingParams
-from roll_infer_hf.sampler import invert_cdf, sample, sampling_row, shaped_rows
+from roll_infer_hf.sampler import Sampler, invert_cdf, sampling_row
 from shared_tests.deterministic_cuda import deterministic_cuda
 
 NUM = 4000
@@ -22,15 +24,23 @@ def softmax(logits):
     return weights / weights.sum()
 
 
-def draw_rows(logits, params, uniforms, **more):
-    table = np.array([sampling_row(each) for each in params])
-    return sample(
-        torch.from_numpy(np.array(logits, dtype=np.float32)),
-        np.array(uniforms),
-        table,
-        shaped=np.flatnonzero(shaped_rows(table) | ("banned_SV" in more)),
-        **more,
+@dataclass(frozen=True)
+class Drawn:
+    tokens_N: np.ndarray
+    logprobs_N: np.ndarray
+
+
+def draw_rows(logits, params, uniforms, *, banned=None, seen=None):
+    sampler = Sampler(
+        np.array([sampling_row(each) for each in params]),
+        np.array(uniforms)[None],
+        torch.device("cpu"),
+        vocab_size=len(logits[0]),
+        banned_B2=None if banned is None else np.array(banned),
+        seen=None if seen is None else (seen, np.arange(len(params))),
     )
+    tokens, logprobs = sampler.sample(torch.from_numpy(np.array(logits, dtype=np.float32)))
+    return Drawn(tokens.numpy(), logprobs.numpy())
 
 
 def frequencies(logits, params):
@@ -107,16 +117,15 @@ def test_the_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tok
     seen = torch.tensor([[True, False, True, False]])
     uniforms = (np.arange(NUM) + 0.5) / NUM
     params = SamplingParams(repetition_penalty=2.0, temperature=0.5)
-    tokens = [draw_rows(logits[None], [params], [u], seen_SV=seen).tokens_N[0] for u in uniforms[:: NUM // 200]]
+    tokens = [draw_rows(logits[None], [params], [u], seen=seen.clone()).tokens_N[0] for u in uniforms[:: NUM // 200]]
     expected = softmax(np.array([1.0, 1.5, -2.0, -1.1]) / 0.5)
     assert np.abs(np.bincount(tokens, minlength=4) / len(tokens) - expected).max() < 1.5 / len(tokens)
 
 
 def test_banned_tokens_are_never_drawn():
     logits = np.array([[9.0, 0.0, 0.0]], dtype=np.float32)
-    banned = torch.tensor([[True, False, False]])
     drawn = {
-        int(draw_rows(logits, [SamplingParams(temperature=t)], [u], banned_SV=banned).tokens_N[0])
+        int(draw_rows(logits, [SamplingParams(temperature=t)], [u], banned=[(0, 0)]).tokens_N[0])
         for u in (0.0, 0.3, 0.9999999)
         for t in (0.0, 1.0)
     }
@@ -140,7 +149,7 @@ def test_logprobs_are_those_of_the_tempered_softmax_before_any_cut():
 
 def test_logprobs_stay_exact_where_the_probability_underflows():
     logits = np.array([[200.0, 0.0, -5.0]], dtype=np.float32)
-    drawn = draw_rows(logits, [SamplingParams()], [0.99], banned_SV=torch.tensor([[True, False, True]]))
+    drawn = draw_rows(logits, [SamplingParams()], [0.99], banned=[(0, 0), (0, 2)])
     assert drawn.tokens_N[0] == 1
     assert drawn.logprobs_N[0] == pytest.approx(-200.0)
 

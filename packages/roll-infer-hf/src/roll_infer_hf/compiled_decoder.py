@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -26,7 +25,6 @@ from roll_modeling.elementwise import DTYPES
 from roll_modeling.memory import padded_rows
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -103,18 +101,17 @@ class CompiledDecoder(Decoder):
         return found
 
     @torch.inference_mode()
-    def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+    def decode(self, tokens_N: Tensor) -> Tensor:
         """Append a token to every row and run one decoding step over all rows.
 
         If projections pad their rows, the batch is padded instead, once, with token 0.
         """
-        kernels, epsilon, lengths_N = self._kernels, self._rms_epsilon, self._lengths_N
-        num = len(lengths_N)
-        self._rows.expose(num, int(lengths_N.max()) + 1)
-        kernels.begin(self._rows.keys[0], lengths_N)
+        kernels, epsilon, num = self._kernels, self._rms_epsilon, len(tokens_N)
+        self._rows.expose(num, int(self._lengths_N.max()) + 1)
+        kernels.begin(self._rows.keys[0], self._positions_N)
         if self._pads_rows:
-            tokens_N = np.append(tokens_N, np.zeros(padded_rows(num) - num, dtype=np.int64))
-        hidden = F.embedding(torch.from_numpy(tokens_N).to(self.device), self._embedding)
+            tokens_N = F.pad(tokens_N, (0, padded_rows(num) - num))
+        hidden = F.embedding(tokens_N, self._embedding)
         added: Tensor | None = None
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(kernels.add_norm(hidden, added, layer.input_norm, epsilon))
@@ -122,5 +119,5 @@ class CompiledDecoder(Decoder):
             attended = kernels.attend(qkv, self._qk_norms[index], *self._tables, keys, values)
             normed = kernels.add_norm(hidden, layer.out(attended), layer.mlp_norm, epsilon)
             added = layer.down(kernels.gate(layer.gate_up(normed)))
-        self._lengths_N = lengths_N + 1
+        self._count_step()
         return self._head(kernels.add_norm(hidden, added, self._final_norm, epsilon))[:num].float()

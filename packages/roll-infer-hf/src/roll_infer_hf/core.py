@@ -3,6 +3,9 @@
 submit ─► scheduler ─► prefill ─┐
                                 ├─► sample ─► record ─► ended? ─► drop rows
           running rows ─► decode┘
+
+On a device a step's tokens are recorded after the next step has been launched, which takes them from the device. A row
+that has ended is then computed once more; its extra token is dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy.typing as npt
-    from torch import Tensor
 
     from roll_infer_hf.config import HFInferConfig
     from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
@@ -50,7 +52,9 @@ class EngineCore:
         self._scheduler = Scheduler(
             runner, token_budget=config.max_num_batched_tokens, min_shared_prefix=config.min_shared_prefix
         )
-        self._batch = Batch(runner.vocab_size)
+        self._batch = Batch(runner.vocab_size, runner.device)
+        self.max_unread = 0 if runner.device.type == "cpu" else 1
+        """Number of steps that may be unread, so that the device computes while the host records the step before."""
         self._recompute = config.kv_after_update == "recompute"
         self._unfinished: dict[str, RunningRequest] = {}
         self._some_ended = False
@@ -85,12 +89,15 @@ class EngineCore:
         started = time.perf_counter()
         if len(self._batch):
             num = len(self._batch)
-            logits = self.runner.decode(self._batch.last_tokens())
-            self._batch.add_experts(self.runner.routed_experts_NMK)
-            self._advance(logits, 0)
-            self._count("decode_steps", 1)
-            self._count("decode_rows", num)
-            self._count_max("running/max", num)
+            if self._batch.can_continue:
+                logits = self.runner.decode(self._batch.last_tokens)
+                self._batch.sample(logits, 0, self.version, self.runner.routed_experts_NMK)
+                self._count("decode_steps", 1)
+                self._count("decode_rows", num)
+                self._count_max("running/max", num)
+                self._record(self.max_unread)
+            else:
+                self._record(0)
             self._count("decode_seconds", time.perf_counter() - started)
         return self._take_done()
 
@@ -193,24 +200,27 @@ class EngineCore:
                 first = len(self._batch)
                 self.runner.join(prompts)
                 self._batch.join(sequences)
-                self._advance(logits[sources], first)
+                self._batch.sample(logits[sources], first, self.version)
+                self._record(self.max_unread)
         finally:  # after a failed step no sequence needs these prompts, either
             self._scheduler.release([prompt for prompt, _ in complete])
 
-    def _advance(self, logits: Tensor, first: int) -> None:
-        kept, broken = self._batch.sample(logits, first, self.version)
-        self._count("generated_tokens", len(self._batch) - first)
-        if len(broken):
-            self.runner.scrub(broken)
-            requests = {id(self._batch.rows[row].request): self._batch.rows[row].request for row in broken}
-            for request in requests.values():
-                error = NonFiniteError(
-                    f"request {request.request.id!r}: the model's logits are not finite"
-                    f" (weight version {self.version}); check the weights and the dtype"
-                )
-                self._fail([request], error)
-            kept &= np.array([each.request.error is None for each in self._batch.rows], dtype=np.bool_)
-        self._drop(kept)
+    def _record(self, max_unread: int) -> None:
+        """Record sampled tokens until at most `max_unread` steps are unread, and drop the rows that end."""
+        while self._batch.num_unread > max_unread:
+            step, kept, broken = self._batch.record()
+            self._count("generated_tokens", len(step.rows_N))
+            if len(broken):
+                self.runner.scrub(broken)
+                requests = {id(self._batch.rows[row].request): self._batch.rows[row].request for row in broken}
+                for request in requests.values():
+                    error = NonFiniteError(
+                        f"request {request.request.id!r}: the model's logits are not finite"
+                        f" (weight version {step.version}); check the weights and the dtype"
+                    )
+                    self._fail([request], error)
+                kept &= np.array([each.request.error is None for each in self._batch.rows], dtype=np.bool_)
+            self._drop(kept)
 
     def _fail(self, requests: list[RunningRequest], error: Exception) -> None:
         failed = {id(each) for each in requests}

@@ -133,7 +133,7 @@ class Decoder(Runner):
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
         self._math_dtype = math_dtype(self.device, self.dtype)
         self._rows = self._cache(max_rows, self.max_positions, cache_bytes)
-        self._lengths_N = np.zeros(0, dtype=np.int64)
+        self._set_lengths(np.zeros(0, dtype=np.int64))
         self._zero = torch.zeros(1, dtype=self.cache_dtype(), device=self.device)
         self._cos = self._sin = torch.empty(0)
         self.refresh()
@@ -186,8 +186,9 @@ class Decoder(Runner):
             self._need_positions(chunk.end)
         tokens_T = torch.from_numpy(np.concatenate([each.prompt.tokens[each.begin : each.end] for each in chunks]))
         positions_T = torch.from_numpy(np.concatenate([np.arange(each.begin, each.end) for each in chunks]))
-        cos_T1D, sin_T1D = self._rope(positions_T.to(self.device))
-        hidden = F.embedding(tokens_T.to(self.device), self._embedding)
+        # `non_blocking`, or torch waits until the device has done all earlier work.
+        cos_T1D, sin_T1D = self._rope(positions_T.to(self.device, non_blocking=True))
+        hidden = F.embedding(tokens_T.to(self.device, non_blocking=True), self._embedding)
         bounds = np.cumsum([0] + [each.end - each.begin for each in chunks])
         for index, layer in enumerate(self._layers):
             qk, value = self._project(layer, hidden, cos_T1D, sin_T1D)
@@ -273,17 +274,26 @@ class Decoder(Runner):
         for row, prompt in enumerate(prompts, start=len(self._lengths_N)):
             assert prompt.cache is not None  # noqa: S101 - it is prefilled
             self._rows.take(prompt.cache, prompt.slot, row, len(prompt))
+        self._set_lengths(lengths_N)
+
+    def _set_lengths(self, lengths_N: npt.NDArray[np.int64]) -> None:
+        """Set the number of cached positions of each row, which is the position of its next token."""
         self._lengths_N = lengths_N
+        self._positions_N = torch.from_numpy(lengths_N).to(self.device, non_blocking=True)
+
+    def _count_step(self) -> None:
+        """Count the token that was appended to every row. The device counts for itself."""
+        self._lengths_N = self._lengths_N + 1
+        self._positions_N = self._positions_N + 1
 
     @torch.inference_mode()
-    def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+    def decode(self, tokens_N: Tensor) -> Tensor:
         """Append a token to every row and run one dense step; attention uses batched products over cache views."""
-        lengths_N = self._lengths_N
+        lengths_N, positions_N = self._lengths_N, self._positions_N
         num, width = len(lengths_N), int(lengths_N.max()) + 1
         self._rows.expose(num, width)
-        positions_N = torch.from_numpy(lengths_N).to(self.device)
         cos_N1D, sin_N1D = self._rope(positions_N)
-        hidden = F.embedding(torch.from_numpy(tokens_N).to(self.device), self._embedding)
+        hidden = F.embedding(tokens_N, self._embedding)
         bias_N1W = None
         if (lengths_N != width - 1).any():
             beyond = torch.arange(width, device=self.device) > positions_N.unsqueeze(1)
@@ -295,7 +305,7 @@ class Decoder(Runner):
             self._append(index, qk[:, self.num_heads :], value, width - 1, place)
             attended = self._attend_rows(index, qk[:, : self.num_heads], width, bias_N1W)
             self._finish_layer(layer, hidden, attended)
-        self._lengths_N = lengths_N + 1
+        self._count_step()
         return self._logits(hidden)
 
     def _place(self, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,8 +330,14 @@ class Decoder(Runner):
         """Attention with one query per row and head: the G query heads of a key head form one small matrix product.
 
         On a CPU two batched products are faster than PyTorch's fused attention, which is optimized for many queries.
+        On a device the fused kernels keep scores in float32.
         """
         num, heads, size = query_NHD.shape
+        if self.device.type != "cpu":
+            keys, values = (each[index][:num, :, :width] for each in (self._rows.keys, self._rows.values))
+            mask = None if bias_N1W is None else bias_N1W.unsqueeze(1)
+            query = query_NHD.view(num, self.num_kv_heads, -1, size)
+            return F.scaled_dot_product_attention(query, keys, values, mask, scale=self.scale).reshape(num, heads, size)
         keys, values = self._rows.matrices(index, num, width)
         query = query_NHD.reshape(num * self.num_kv_heads, -1, size)
         scores = torch.baddbmm(self._zero, query, keys.transpose(1, 2), beta=0, alpha=self.scale)
@@ -341,7 +357,7 @@ class Decoder(Runner):
             self._rows.move(mover, int(hole), int(self._lengths_N[mover]))
             order[hole] = mover
         order = order[:num]
-        self._lengths_N = self._lengths_N[order]
+        self._set_lengths(self._lengths_N[order])
         if num == 0:
             self._rows.forget()
         return order

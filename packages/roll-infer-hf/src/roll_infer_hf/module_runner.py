@@ -128,11 +128,11 @@ class ModuleRunner(Runner):
         self._prompts.pop(prompt, None)
 
     @torch.inference_mode()
-    def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+    def decode(self, tokens_N: Tensor) -> Tensor:
         """Run one forward pass per cohort, one after the other."""
         logits, experts, start = [], [], 0
         for cohort in self._cohorts:
-            tokens = torch.from_numpy(tokens_N[start : start + cohort.num]).to(self.device).unsqueeze(1)
+            tokens = tokens_N[start : start + cohort.num].unsqueeze(1)
             logits.append(self._forward(cohort, tokens, every=False)[:, -1])
             if self._recorder is not None:
                 experts.append(self._recorder.take())

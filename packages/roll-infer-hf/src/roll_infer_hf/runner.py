@@ -86,6 +86,7 @@ class PromptChunk:
 class Runner(ABC):
     """One model on one device, with the KV cache of the sequences that it generates."""
 
+    device: torch.device
     max_positions: int
     """Maximum sequence length of the model, in tokens."""
     vocab_size: int
@@ -119,8 +120,11 @@ class Runner(ABC):
         """Release the prompt's keys and values; no further row will join for it."""
 
     @abstractmethod
-    def decode(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
-        """Append a token to every row. Returns float32 logits `[N, V]` after it; the caller may overwrite them."""
+    def decode(self, tokens_N: Tensor) -> Tensor:
+        """Append a token to every row. Returns float32 logits `[N, V]` after it; the caller may overwrite them.
+
+        `tokens_N` are int64 on the device.
+        """
 
     @abstractmethod
     def drop(self, kept_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

@@ -2,14 +2,16 @@
 
 Sampling inverts the cumulative distribution function (CDF) of a row at one uniform number. Rows without filters need
 two passes over the vocabulary: a softmax, and sums over blocks. The token is then located within one block. Only rows
-with top-k or top-p are sorted.
+with top-k or top-p are sorted. Nothing waits for the device, except that top-p without top-k tests each time if the
+first candidates suffice.
 
-N rows    S rows with more than a temperature    V vocabulary    K candidates    B tokens of a block
+N rows    S rows with more than a temperature    V vocabulary    K candidates    W steps
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +29,8 @@ BLOCK = 128
 FIRST_CANDIDATES = 256
 """Number of most likely tokens that top-p considers first; the whole vocabulary is sorted only if their probability sum
 is below `top_p`."""
-TINY = 1e-30
-"""Probability below which the float32 softmax is too inexact for a logarithm; `log_softmax` is used instead."""
+LOG_TINY = math.log(1e-30)
+"""Log probability below which the float32 softmax is too inexact for a logarithm."""
 
 
 ROW = np.dtype(
@@ -73,53 +75,140 @@ def shaped_rows(table_N: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     return shaped
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Sampled token and its logprob for each row."""
+class Sampler:
+    """Samples the next tokens of a fixed set of rows. What it needs is copied to the device when it is made."""
 
-    tokens_N: npt.NDArray[np.int64]
-    logprobs_N: npt.NDArray[np.float32]
-    """Log probabilities under softmax(logits / temperature), before filters; not finite if the logits are not."""
+    def __init__(
+        self,
+        table_N: npt.NDArray[np.void],
+        uniforms_WN: npt.NDArray[np.float64],
+        device: torch.device,
+        *,
+        vocab_size: int,
+        banned_B2: npt.NDArray[np.int64] | None = None,
+        seen: tuple[Tensor, npt.NDArray[np.int64]] | None = None,
+    ) -> None:
+        """Sampling with the parameters `table_N` (dtype `ROW`) and one row of uniform numbers in [0, 1) for each step.
+
+        `banned_B2` are pairs of a row and a token that must not be sampled there. `seen` is a mask `[X, V]` on the
+        device of the tokens that are subject to the repetition penalty, and each row's index `[N]` in it; sampled
+        tokens are added to the mask.
+        """
+        self.num_steps_left = len(uniforms_WN)
+        self._device = device
+        self._uniforms_WN = _copy(np.minimum(uniforms_WN, 1 - 1e-12), device)
+        temperature_N = table_N["temperature"]
+        self._temperature_N1 = _copy(temperature_N[:, None], device) if (temperature_N != 1).any() else None
+        shaped_N = shaped_rows(table_N)
+        if banned_B2 is not None:
+            shaped_N[banned_B2[:, 0]] = True
+        rows_S = np.flatnonzero(shaped_N)
+        self._rows_S: Tensor | None = None
+        self._shaped: _ShapedSampler | None = None
+        if len(rows_S):
+            if banned_B2 is not None:
+                banned_B2 = np.stack([np.searchsorted(rows_S, banned_B2[:, 0]), banned_B2[:, 1]], axis=1)
+            if seen is not None:
+                seen = seen[0], seen[1][rows_S]
+            self._shaped = _ShapedSampler(table_N[rows_S], device, vocab_size, banned_B2, seen)
+            if len(rows_S) < len(table_N):
+                self._rows_S = _copy(rows_S, device)
+
+    @torch.inference_mode()
+    def sample(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample one token for each row of `logits_NV` (float32, overwritten).
+
+        Returns tokens `[N]` and their log probabilities under softmax(logits / temperature), before filters; these are
+        not finite if the logits are not.
+        """
+        u_N = self._uniforms_WN[-self.num_steps_left]
+        self.num_steps_left -= 1
+        if self._temperature_N1 is not None:
+            logits_NV.div_(self._temperature_N1)
+        probs_NV = torch.softmax(logits_NV, dim=-1)
+        if self._shaped is None:
+            tokens_N = invert_cdf(probs_NV, u_N)
+        elif self._rows_S is None:
+            tokens_N = self._shaped.sample(logits_NV, u_N)
+        else:
+            tokens_N = invert_cdf(probs_NV, u_N)
+            tokens_N[self._rows_S] = self._shaped.sample(logits_NV[self._rows_S], u_N[self._rows_S])
+        index_N1 = tokens_N.unsqueeze(1)
+        logprobs_N = probs_NV.gather(1, index_N1).squeeze(1).log()
+        if self._device.type != "cpu" or not (logprobs_N.numpy() > LOG_TINY).all():
+            # The most likely token has the largest probability: log p = logit - largest logit + log(largest p).
+            exact_N = logits_NV.gather(1, index_N1).squeeze(1) - logits_NV.amax(-1) + probs_NV.amax(-1).log()
+            logprobs_N = torch.where(logprobs_N > LOG_TINY, logprobs_N, exact_N)
+        return tokens_N, logprobs_N
 
 
-@torch.inference_mode()
-def sample(
-    logits_NV: Tensor,
-    uniforms_N: npt.NDArray[np.float64],
-    table_N: npt.NDArray[np.void],
-    *,
-    shaped: npt.NDArray[np.int64],
-    seen_SV: Tensor | None = None,
-    banned_SV: Tensor | None = None,
-) -> SampledTokens:
-    """Sample one token for each row of `logits_NV` (float32, overwritten) with the parameters `table_N` (dtype `ROW`).
+class _ShapedSampler:
+    """Samples rows that are greedy, or have filters, a penalty or banned tokens."""
 
-    `uniforms_N` are uniform numbers in [0, 1), one per row. `shaped` are the numbers of the rows that need more than a
-    temperature. `seen_SV` and `banned_SV` (bool) have one row for each of them: tokens subject to the repetition
-    penalty, and tokens that must not be sampled.
-    """
-    device = logits_NV.device
-    temperature_N = table_N["temperature"]
-    if (temperature_N != 1).any():
-        logits_NV.div_(torch.from_numpy(np.ascontiguousarray(temperature_N)).to(device).unsqueeze(1))
-    probs_NV = torch.softmax(logits_NV, dim=-1)
-    u_N = torch.from_numpy(np.minimum(uniforms_N, 1 - 1e-12)).to(device)
-    if len(shaped) == 0:
-        tokens_N = invert_cdf(probs_NV, u_N)
-    elif len(shaped) == len(uniforms_N):
-        tokens_N = _sample_shaped(logits_NV, u_N, table_N, shaped, seen_SV, banned_SV)
-    else:
-        rows = torch.from_numpy(shaped).to(device)
-        tokens_N = invert_cdf(probs_NV, u_N)
-        tokens_N[rows] = _sample_shaped(logits_NV[rows], u_N[rows], table_N, shaped, seen_SV, banned_SV)
-    sampled_N = probs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
-    logprobs = sampled_N.log().cpu().numpy()
-    tiny = np.flatnonzero(~(logprobs > np.log(TINY)))
-    if len(tiny):
-        rows = torch.from_numpy(tiny).to(device)
-        exact = torch.log_softmax(logits_NV[rows], dim=-1).gather(1, tokens_N[rows].unsqueeze(1)).squeeze(1)
-        logprobs[tiny] = exact.cpu().numpy()
-    return SampledTokens(tokens_N.cpu().numpy(), logprobs)
+    def __init__(
+        self,
+        table_S: npt.NDArray[np.void],
+        device: torch.device,
+        vocab_size: int,
+        banned_B2: npt.NDArray[np.int64] | None,
+        seen: tuple[Tensor, npt.NDArray[np.int64]] | None,
+    ) -> None:
+        self._device = device
+        copy = partial(_copy, device=device)
+        self._seen = None
+        if seen is not None:
+            self._seen = seen[0], copy(seen[1])
+            self._penalty_S1 = copy(table_S["penalty"][:, None])
+        self._banned = None
+        if banned_B2 is not None:
+            self._banned = copy(banned_B2[:, 0]), copy(banned_B2[:, 1])
+            self._never = copy(np.array(-np.inf, dtype=np.float32))
+        greedy_S = table_S["greedy"]
+        top_k_S = np.where(table_S["top_k"] < vocab_size, table_S["top_k"], 0)
+        sorted_S = ~greedy_S & ((top_k_S > 0) | (table_S["top_p"] < 1))
+        plain = np.flatnonzero(~greedy_S & ~sorted_S)
+        self._greedy = copy(np.flatnonzero(greedy_S)) if greedy_S.any() else None
+        self._plain = copy(plain) if len(plain) else None
+        min_p = table_S["min_p"][plain].astype(np.float32)[:, None]
+        self._plain_min_p = copy(min_p) if (min_p > 0).any() else None
+        # One call per value of top_k: ties between equally likely tokens must not be resolved depending on other rows.
+        self._sorted: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        for top_k in np.unique(top_k_S[sorted_S]):
+            which = np.flatnonzero(sorted_S & (top_k_S == top_k))
+            cuts = copy(table_S["top_p"][which]), copy(table_S["min_p"][which])
+            self._sorted.append((int(top_k), copy(which), *cuts))
+
+    def sample(self, logits_SV: Tensor, u_S: Tensor) -> Tensor:
+        """Sample tokens `[S]` from logits that are already divided by the temperature.
+
+        The division commutes with the penalty, which divides positive logits and multiplies negative ones.
+        """
+        if self._seen is not None:
+            seen_XV, index_S = self._seen
+            factor = self._penalty_S1
+            punished = torch.where(logits_SV > 0, logits_SV / factor, logits_SV * factor)
+            logits_SV = torch.where(seen_XV[index_S], punished, logits_SV)
+        if self._banned is not None:
+            logits_SV = logits_SV.index_put(self._banned, self._never)
+        tokens_S = torch.empty(len(logits_SV), dtype=torch.int64, device=self._device)
+        if self._greedy is not None:
+            tokens_S[self._greedy] = logits_SV[self._greedy].argmax(-1)
+        if self._plain is not None:
+            probs = torch.softmax(logits_SV[self._plain], dim=-1)
+            if self._plain_min_p is not None:
+                floor = probs.amax(-1, keepdim=True) * self._plain_min_p
+                probs = torch.where(probs >= floor, probs, 0.0)
+            tokens_S[self._plain] = invert_cdf(probs, u_S[self._plain])
+        for top_k, which, top_p, min_p in self._sorted:
+            tokens_S[which] = _sample_sorted(torch.softmax(logits_SV[which], dim=-1), u_S[which], top_k, top_p, min_p)
+        if self._seen is not None:
+            seen_XV[index_S, tokens_S] = True
+        return tokens_S
+
+
+def _copy(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    # `non_blocking`, or torch waits until the device has done all earlier work.
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 def invert_cdf(weights_NV: Tensor, u_N: Tensor) -> Tensor:
@@ -147,58 +236,6 @@ def invert_cdf(weights_NV: Tensor, u_N: Tensor) -> Tensor:
     return (block * BLOCK + place).clamp_(max=size - 1).squeeze(1)
 
 
-def _sample_shaped(
-    logits_SV: Tensor,
-    u_S: Tensor,
-    table_N: npt.NDArray[np.void],
-    rows: npt.NDArray[np.int64],
-    seen_SV: Tensor | None,
-    banned_SV: Tensor | None,
-) -> Tensor:
-    """Apply repetition penalty and bans, then sample: greedy, with filters, or plainly. Returns tokens `[S]`.
-
-    The logits are already divided by the temperature. This commutes with the penalty, which divides positive logits and
-    multiplies negative ones.
-    """
-    device = logits_SV.device
-    penalty_S = table_N["penalty"][rows]
-    if seen_SV is not None and (penalty_S != 1).any():
-        factor = torch.from_numpy(penalty_S).to(device).unsqueeze(1)
-        punished = torch.where(logits_SV > 0, logits_SV / factor, logits_SV * factor)
-        logits_SV = torch.where(seen_SV, punished, logits_SV)
-    if banned_SV is not None:
-        logits_SV = logits_SV.masked_fill(banned_SV, -torch.inf)
-    tokens_S = torch.empty(len(rows), dtype=torch.int64, device=device)
-    greedy_S = table_N["greedy"][rows]
-    top_k_S = np.where(table_N["top_k"][rows] < logits_SV.shape[1], table_N["top_k"][rows], 0)
-    sorted_S = ~greedy_S & ((top_k_S > 0) | (table_N["top_p"][rows] < 1))
-    plain_S = ~greedy_S & ~sorted_S
-    if greedy_S.any():
-        which = torch.from_numpy(np.flatnonzero(greedy_S)).to(device)
-        tokens_S[which] = logits_SV[which].argmax(-1)
-    if plain_S.any():
-        chosen = np.flatnonzero(plain_S)
-        which = torch.from_numpy(chosen).to(device)
-        probs = torch.softmax(logits_SV[which], dim=-1)
-        min_p = table_N["min_p"][rows[chosen]]
-        if (min_p > 0).any():
-            floor = probs.amax(-1, keepdim=True) * torch.from_numpy(min_p.astype(np.float32)).to(device).unsqueeze(1)
-            probs = torch.where(probs >= floor, probs, 0.0)
-        tokens_S[which] = invert_cdf(probs, u_S[which])
-    # One call per value of top_k: ties between equally likely tokens must not be resolved depending on other rows.
-    for top_k in np.unique(top_k_S[sorted_S]):
-        chosen = np.flatnonzero(sorted_S & (top_k_S == top_k))
-        which = torch.from_numpy(chosen).to(device)
-        tokens_S[which] = _sample_sorted(
-            torch.softmax(logits_SV[which], dim=-1),
-            u_S[which],
-            int(top_k),
-            torch.from_numpy(table_N["top_p"][rows[chosen]]).to(device),
-            torch.from_numpy(table_N["min_p"][rows[chosen]]).to(device),
-        )
-    return tokens_S
-
-
 def _sample_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, min_p_S: Tensor) -> Tensor:
     """Sample after top-k (0 keeps all), then top-p of the remaining mass, then min-p; in descending probability."""
     vocabulary = probs_SV.shape[1]
@@ -207,10 +244,11 @@ def _sample_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, m
     values_SK, indices_SK = found.values.double(), found.indices
     total_S = values_SK.sum(-1) if top_k else torch.ones_like(top_p_S)
     tokens_S = _sample_candidates(values_SK, indices_SK, u_S, top_p_S * total_S, min_p_S)
-    short = values_SK.sum(-1) < top_p_S * total_S
-    if not top_k and num < vocabulary and bool(short.any()):
-        values, indices = probs_SV[short].sort(dim=-1, descending=True, stable=True)
-        tokens_S[short] = _sample_candidates(values.double(), indices, u_S[short], top_p_S[short], min_p_S[short])
+    if not top_k and num < vocabulary:
+        short = torch.nonzero(values_SK.sum(-1) < top_p_S * total_S).squeeze(1)
+        if len(short):
+            values, indices = probs_SV[short].sort(dim=-1, descending=True, stable=True)
+            tokens_S[short] = _sample_candidates(values.double(), indices, u_S[short], top_p_S[short], min_p_S[short])
     return tokens_S
 
 

@@ -21,8 +21,6 @@ from roll_modeling.extensions import Extension, declare
 from roll_modeling.process_group import select_device
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -116,14 +114,14 @@ class DecodeKernels:
         )
         self._address = ctypes.addressof(self._shape)
 
-    def begin(self, keys_NKWD: Tensor, lengths_N: npt.NDArray[np.int64]) -> None:
+    def begin(self, keys_NKWD: Tensor, lengths_N: Tensor) -> None:
         """Prepare a decoding step: set cache strides, row lengths, and the thread count or CUDA stream.
 
         `keys_NKWD` are the keys of any layer; all layers have the same strides. `lengths_N` are the numbers of cached
-        positions of each row.
+        positions of each row, int64.
         """
         self._shape.row_stride, self._shape.head_stride = keys_NKWD.stride(0), keys_NKWD.stride(1)
-        self._lengths_N = torch.from_numpy(lengths_N).to(keys_NKWD.device)
+        self._lengths_N = lengths_N
         if self._device.type == "cpu":
             self._queue: int | None = torch.get_num_threads()
             self._shape.threads = self._queue
