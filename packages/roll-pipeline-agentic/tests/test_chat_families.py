@@ -213,6 +213,22 @@ def test_tools_that_move_to_the_last_question_fork() -> None:
     assert chats.extend(chat, ids_of(tokenizer, " 3" + family.end), OPENING) is None
 
 
+def test_special_tokens_of_reasoning_are_part_of_a_reply() -> None:
+    """As Magistral has them."""
+    config = TokenizerConfig(kind="char", alphabet=string.printable)
+    special = (*FAMILIES["mistral"].special, "[THINK]", "[/THINK]")
+    tokenizer = make_tokenizer(config, [], Path(mkdtemp()), control_tokens=special)
+    tokenizer.eos_token, tokenizer.chat_template = "</s>", FAMILIES["mistral"].template
+    chats = ChatEncoder(tokenizer, DataArguments(), where="custom_envs.test", thinking="keep")
+    chat = chats.encode(OPENING)
+    reply = ids_of(tokenizer, "[THINK]2+1[/THINK]3</s>")
+    parsed = chats.parse(reply, chat)
+    assert (parsed.reasoning, parsed.content, parsed.error) == ("2+1", "3", None)
+    assert chats.reply(reply, chat)["content"] == "[THINK]\n2+1\n[/THINK]\n\n3"
+    ended = chats.parse(ids_of(tokenizer, "[THINK]2+1[/THINK]</s>"), chat)
+    assert (ended.reasoning, ended.content, ended.error) == ("2+1", "", None)
+
+
 def test_messages_that_the_template_refuses_fork_and_then_fail() -> None:
     chats, family, tokenizer = encoder("gemma")
     chat = chats.encode(OPENING)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll_core.data.reasoning import MARKS
 from roll_pipeline_agentic.tool_calls import (
     TOOL_FORMATS,
     SettledParts,
@@ -22,9 +23,11 @@ from roll_pipeline_agentic.tool_calls import (
 from shared_tests.tool_calls import DEEPSEEK, render
 
 FORMATS = [each for each in TOOL_FORMATS if each != "none"]
+ALL_MARKS = (*MARKS, *MARKS.values())
 FRAGMENTS = [
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>",
-    "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<think>", "</think>", "[THINK]", "[/THINK]",
+    "<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|python_tag|>",
     "<|start|>assistant", "<|channel|>analysis", "<|message|>", "<|call|>", "<|end|>", " to=functions.add", "{", "}",
     '{"name": "add", "arguments": {"a": 1}}', '"name"', ":", '"parameters"', "[", "]", "NaN", "1e999", "\\ud800",
@@ -103,14 +106,15 @@ def test_no_reply_raises(format: str, parts: list[str], opened: bool) -> None:
 @given(
     format=st.sampled_from(TOOL_FORMATS),
     parts=st.lists(st.sampled_from([each for each in FRAGMENTS if len(each) < 99]) | st.text(max_size=5), max_size=8),
-    begin=st.sampled_from(["", "<think>", "\n<think>\na</think>\n\n", "<|channel|>final<|message|>"]),
+    begin=st.sampled_from(["", "<think>", "[THINK]", "\n<think>\na</think>\n\n", "<|channel|>final<|message|>"]),
     opened=st.booleans(),
 )
 def test_what_a_stream_shows_is_how_the_reply_begins(format: str, parts: list[str], begin: str, opened: bool) -> None:
     text = begin + "".join(parts)
     parsed = parse_tool_calls(text, format, reasoning_open=opened)
     whole = SettledParts(parsed.reasoning, parsed.content)
-    if format != "harmony" and "</think>" in text.partition("<think>")[0] and not opened:
+    begins = text.lstrip().startswith(tuple(MARKS))
+    if format != "harmony" and not opened and not begins and any(end in text for end in MARKS.values()):
         return  # the end of reasoning that never began
     for end in range(len(text) + 1):
         found = settled_parts(text[:end], format, reasoning_open=opened)
@@ -130,7 +134,10 @@ def test_a_stream_holds_little_back(format: str) -> None:
     assert settled_parts(begin.format(reasoning) + "é\ufffd", format).content == "é"
 
 
-@given(text=st.text().filter(lambda text: "think>" not in text and "{" not in text), format=st.sampled_from(FORMATS))
+@given(
+    text=st.text().filter(lambda text: "{" not in text and not any(mark in text for mark in ALL_MARKS)),
+    format=st.sampled_from(FORMATS),
+)
 def test_plain_text_is_content(text: str, format: str) -> None:
     assert parse_tool_calls(text, format) == (text, [], "", None)
 
@@ -240,6 +247,11 @@ def test_a_reply_in_json_is_no_call() -> None:
         ("never ends", True, "", "never ends", True),
         ("4 <think>a</think>", False, "4 <think>a</think>", "", False),
         ("4", False, "4", "", False),
+        ("[THINK]a <think>b</think>[/THINK]4", False, "4", "a <think>b</think>", False),
+        ("a[/THINK]4", True, "4", "a", False),
+        ("[THINK]never ends</think>", False, "", "never ends</think>", True),
+        ("<seed:think>a</seed:think>\n4 [/THINK]", False, "4 [/THINK]", "a", False),
+        ("4 [THINK]a[/THINK]", False, "4 [THINK]a[/THINK]", "", False),
     ],
 )
 def test_reasoning_is_what_precedes_the_reply(
@@ -292,6 +304,8 @@ def test_the_format_is_read_off_the_template(template: str | None, format: str) 
 
 def test_reasoning_is_removed_with_its_white_space() -> None:
     assert without_reasoning("assistant\n<think>\na\n</think>\n\n4<think>b</think>5") == "assistant45"
+    assert without_reasoning("assistant [THINK]a</think>[/THINK] 4 <think>b[/THINK]</think>5") == "assistant45"
+    assert without_reasoning("a[/THINK]4[THINK]b", reasoning_open=True) == "4"
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from roll_core.data.encode import Encoder
+from roll_core.data.reasoning import MARKS, opens_reasoning
 from roll_core.data.templates import SENTINELS, JinjaTemplate, common_end, with_last_value
 from roll_core.errors import DataError
 from roll_pipeline_agentic.tool_calls import (
     TOOL_FORMATS,
     parse_tool_calls,
+    reasoning_marks,
     settled_parts,
     spans_of_parts,
     tool_format_of,
@@ -179,14 +181,14 @@ class ChatEncoder:
             self.reply_text(ids),
             self.tool_format,
             tools=chat.tools if chat else (),
-            reasoning_open=chat is not None and _opens_reasoning(chat.text),
+            reasoning_open=chat is not None and opens_reasoning(chat.text),
             first_id=max(num_calls, sum(each["role"] == "tool" for each in messages)),
         )
 
     def settled(self, ids: TokenIds, chat: EncodedChat, stop: Sequence[str] = ()) -> SettledParts:
         """The parts of the reply that `ids` begin which no further token changes, up to a `stop` string."""
         return settled_parts(
-            self.reply_text(ids), self.tool_format, reasoning_open=_opens_reasoning(chat.text), stop=stop
+            self.reply_text(ids), self.tool_format, reasoning_open=opens_reasoning(chat.text), stop=stop
         )
 
     def spans(self, ids: TokenIds, context_ids: TokenIds) -> list[Span]:
@@ -194,7 +196,7 @@ class ChatEncoder:
 
         Tokens that end the turn belong to the last part.
         """
-        opened = _opens_reasoning(self.text(context_ids[-32:]))
+        opened = opens_reasoning(self.text(context_ids[-32:]))
         *spans, (begin, _, part) = spans_of_parts(self.reply_text(ids), self.tool_format, reasoning_open=opened)
         return [*spans, (begin, len(self.text(ids)), part)]
 
@@ -248,7 +250,7 @@ class ChatEncoder:
         parsed, text = self.parse(ids, chat), self.reply_text(ids)
         if not parsed.tool_calls and not parsed.reasoning and self.tool_format != "harmony":
             return {"role": "assistant", "content": text}
-        is_open = chat is not None and _opens_reasoning(chat.text)
+        is_open = chat is not None and opens_reasoning(chat.text)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if self.tool_format != "harmony" and not (parsed.tool_calls and self._renders_calls):
             message["content"] = without_reasoning(text, reasoning_open=is_open)
@@ -258,7 +260,8 @@ class ChatEncoder:
             return message
         if self._reasoning_keys:
             return message | {"reasoning_content": parsed.reasoning}
-        return message | {"content": f"<think>\n{parsed.reasoning}\n</think>\n\n{message['content']}"}
+        begin, end = reasoning_marks(text)
+        return message | {"content": f"{begin}\n{parsed.reasoning}\n{end}\n\n{message['content']}"}
 
     def extend(self, chat: EncodedChat, reply_ids: TokenIds, messages: Sequence[Message]) -> EncodedChat | None:
         """Append a sampled reply and the messages that follow it. The ids begin with `chat.ids` and `reply_ids`.
@@ -335,7 +338,7 @@ class ChatEncoder:
         """True if a rendering up to the end of the reply is `chat` and a reply of the same meaning."""
         sampled = self.reply_text(reply_ids)
         if self._thinking == "keep":
-            is_open = _opens_reasoning(chat.text)
+            is_open = opens_reasoning(chat.text)
             before = _squeezed(without_reasoning(chat.text))
             return _squeezed(without_reasoning(text)) == before + _squeezed(
                 without_reasoning(sampled, reasoning_open=is_open)
@@ -343,7 +346,7 @@ class ChatEncoder:
         if not text.startswith(chat.text):
             return False
         ours, theirs = (
-            parse_tool_calls(each, self.tool_format, tools=chat.tools, reasoning_open=_opens_reasoning(chat.text))
+            parse_tool_calls(each, self.tool_format, tools=chat.tools, reasoning_open=opens_reasoning(chat.text))
             for each in (sampled, text[len(chat.text) :])
         )
         return _meaning(ours) == _meaning(theirs)
@@ -366,13 +369,8 @@ class ChatEncoder:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-KEPT = ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
-"""Special tokens that end tool calls, not turns."""
-
-
-def _opens_reasoning(prompt: str) -> bool:
-    """True if a prompt ends inside a reasoning block, which the reply continues."""
-    return prompt.rstrip().endswith("<think>")
+KEPT = ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", *MARKS, *MARKS.values())
+"""Special tokens of tool calls and reasoning, which do not end turns."""
 
 
 def _squeezed(text: str) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.data.reasoning import decode_response
 from roll_core.data.rollouts import sample_of_rollout
 from roll_core.errors import DataError, EnvironmentFailure, EnvironmentsFailedError
 from roll_core.spec.environment import Reply
@@ -351,7 +352,7 @@ def _reply(episodes: Episodes, encoder: ChatEncoder, chat: EncodedChat, output: 
     parsed = encoder.parse(output.token_ids, chat)
     text = parsed.content
     if not parsed.tool_calls and not parsed.reasoning and encoder.tool_format != "harmony":
-        text = str(episodes.tokenizer.decode(output.token_ids.tolist(), skip_special_tokens=True))
+        text = decode_response(episodes.tokenizer, output.token_ids.tolist())
     return Reply(
         text=text,
         finish_reason=output.finish_reason,

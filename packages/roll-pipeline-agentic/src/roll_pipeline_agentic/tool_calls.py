@@ -14,6 +14,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
+from roll_core.data.reasoning import MARKS
 from roll_pipeline_agentic.tool_values import ToolSchemas, no_constant, parse_json
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def parse_tool_calls(
     Args:
         tools: schemas in the format of OpenAI's API. `qwen3_coder` and `glm45` write strings without quotes: values
             are read by the schema, see `tool_values`. `harmony` needs them to read a call without `functions.`.
-        reasoning_open: True if the prompt already wrote `<think>`.
+        reasoning_open: True if the prompt already wrote `<think>`, or another mark of `roll_core.data.reasoning`.
         first_id: number of the first call, which becomes part of its id: count the conversation's earlier calls.
     """
     if format not in TOOL_FORMATS:
@@ -121,15 +122,18 @@ def settled_parts(text: str, format: str, *, reasoning_open: bool = False, stop:
     """The beginnings of reasoning and content that `parse_tool_calls` returns for `text` and everything that begins so.
 
     They end before a tool call, and before characters that may belong to a mark, to a string of `stop` or to a
-    character of several tokens. A `</think>` without `<think>` is not expected.
+    character of several tokens. A mark that ends reasoning, such as `</think>`, is not expected without one that
+    begins it.
     """
     text = text.rstrip("\ufffd")
     if format == "harmony":
         reasoning, content = _settled_harmony(text)
     else:
-        if "<think>".startswith(text.lstrip()):
+        if any(mark.startswith(text.lstrip()) for mark in MARKS):
             return SettledParts("", "")
-        text = text if "</think>" in text else _before(text, ("</think>",))
+        begin, end = reasoning_marks(text)
+        if end not in text:
+            text = _before(text, (end,) if text.lstrip().startswith(begin) else tuple(MARKS.values()))
         content, reasoning, _ = _split_reasoning(text, open=reasoning_open)
         marks = _CALL_MARKS[format]
         first = content.lstrip()
@@ -151,7 +155,17 @@ def without_reasoning(text: str, *, reasoning_open: bool = False) -> str:
 
     `reasoning_open` is that of `parse_tool_calls`. A block without an end reaches to the end of the text.
     """
-    return _REASONING.sub("", f"<think>{text}" if reasoning_open else text)
+    return _REASONING.sub("", f"{reasoning_marks(text)[0]}{text}" if reasoning_open else text)
+
+
+def reasoning_marks(text: str) -> tuple[str, str]:
+    """Marks that begin and end the reasoning block of a reply; those of `<think>` if it has none."""
+    head = text.lstrip()
+    begin = next((each for each in MARKS if head.startswith(each)), None)
+    if begin is None:
+        end = _END.search(text)
+        begin = _BEGIN_OF[end[0]] if end else "<think>"
+    return begin, MARKS[begin]
 
 
 class _Found(NamedTuple):
@@ -168,9 +182,12 @@ class _Malformed(Exception):
     """Why a call cannot be parsed."""
 
 
+_BEGIN_OF = {end: begin for begin, end in MARKS.items()}
+_END = re.compile("|".join(map(re.escape, _BEGIN_OF)))
+_BLOCK = "|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}\s*|\Z)" for begin, end in MARKS.items())
 _REASONING = re.compile(
     # A run of blanks is searched once, from its beginning.
-    r"(?:(?<!\s)\s+)?<think>.*?(?:</think>\s*|\Z)"
+    rf"(?:(?<!\s)\s+)?(?:{_BLOCK})"
     # of gpt-oss: a message before the one that is the reply
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)",
     re.DOTALL,
@@ -201,15 +218,16 @@ def _find(text: str, format: str, tools: ToolSchemas | None, *, reasoning_open: 
 
 def _split_reasoning(text: str, *, open: bool) -> tuple[str, str, str | None]:
     """The text after the reasoning block, the reasoning, and why the block is malformed."""
+    begin, end = reasoning_marks(text)
     head = text.lstrip()
-    if head.startswith("<think>"):
-        head = head[len("<think>") :]
-    elif not open and "</think>" not in text.partition("<think>")[0]:
+    if head.startswith(begin):
+        head = head[len(begin) :]
+    elif not open and end not in text.partition(begin)[0]:
         return text, "", None
     else:
         head = text
-    reasoning, end, rest = head.partition("</think>")
-    return rest.lstrip("\n"), reasoning.strip("\n"), None if end else "the reasoning block has no </think>"
+    reasoning, found, rest = head.partition(end)
+    return rest.lstrip("\n"), reasoning.strip("\n"), None if found else f"the reasoning block has no {end}"
 
 
 def _before(text: str, marks: Sequence[str]) -> str:
