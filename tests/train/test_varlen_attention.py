@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from itertools import product
 from types import ModuleType
 
 import numpy as np
@@ -47,14 +46,14 @@ def random_tensors(lengths, size=16, value_size=None, key_heads=KEY_HEADS):
     return qkv, grad.transpose(1, 2), torch.randn(HEADS, generator=generator)
 
 
-def with_gradients(qkv, grad, how, dtype, device="cpu"):
+def with_gradients(qkv, grad, how, dtype):
     """Output and gradients, of sinks too if there are any."""
-    inputs = [each.to(device, dtype).requires_grad_() for each in qkv]
+    inputs = [each.to(dtype).requires_grad_() for each in qkv]
     if how.sinks_H is not None:
-        inputs.append(how.sinks_H.to(device).requires_grad_())
+        inputs.append(how.sinks_H.clone().requires_grad_())
         how = replace(how, sinks_H=inputs[-1])
     out = attend_flat(*inputs[:3], how)
-    return [each.cpu().float() for each in (out.detach(), *torch.autograd.grad(out, inputs, grad.to(device, dtype)))]
+    return [each.float() for each in (out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype)))]
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -70,19 +69,6 @@ def test_one_call_equals_a_call_per_sequence(operators, lengths, window, sinks):
     for one, other in zip(found, with_gradients(qkv, grad, how, torch.float32), strict=True):
         torch.testing.assert_close(one, other, rtol=2**-9, atol=2**-9)
     assert operators == [FORWARD, BACKWARD]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
-def test_kernels_of_a_gpu_equal_the_cpu():
-    for lengths, window, sinks in product(LENGTHS.values(), (0, 1, 4), (False, True)):
-        qkv, grad, sinks_H = random_tensors(lengths)
-        how = AttentionOptions(
-            layout=FlatLayout(lengths), scale=0.3, window=window, softcap=0.0, sinks_H=sinks_H if sinks else None
-        )
-        expected = with_gradients(qkv, grad, how, torch.float32)
-        for one, other in zip(with_gradients(qkv, grad, how, torch.float16, "cuda"), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=2**-9, atol=2**-8)  # weights are fp16 in its products
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(20, 20), (24, 16), (16, 24)])

@@ -399,7 +399,7 @@ def offload(device: str) -> int:
 
 
 def numerics(device: str) -> int:
-    """Logprobs in bf16 beside fp32, the engine beside the trainer, and matrices in fp8 beside fp32."""
+    """Logprobs in bf16 beside fp32, the engine beside the trainer, matrices in fp8 and attention beside fp32."""
     import numpy as np
     import torch
 
@@ -443,8 +443,40 @@ def numerics(device: str) -> int:
         "fp8 matrix, relative": rounded,
     }
     bounds = {"bf16 - fp32": 0.05, "engine - trainer, fp32": 1e-3, "fp8 matrix, relative": 0.05}
+    attention = attention_errors(torch_device(device))
+    gaps, bounds = gaps | attention, bounds | dict.fromkeys(attention, 5e-3)
     report({}, [(what, gaps[what], f"<= {bounds[what]:g}", gaps[what] <= bounds[what]) for what in gaps])
     return 0 if all(gaps[what] <= bounds[what] for what in gaps) else 1
+
+
+def attention_errors(device: str) -> dict[str, float]:
+    """Relative errors of outputs and gradients of packed attention in fp16, by case, beside float32 on the host."""
+    import torch
+
+    from roll_modeling.attention import AttentionOptions, FlatLayout, attend_flat
+
+    lengths, heads, key_heads, head_size = (70, 1, 9, 200), 8, 2, 64
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, count, sum(lengths), head_size) for count in (heads, key_heads, key_heads)]
+    *inputs, sinks_H = (torch.randn(shape, generator=generator).half().float() for shape in (*shapes, (heads,)))
+    upstream = torch.randn(1, sum(lengths), heads, head_size, generator=generator)
+
+    def computed(place: str, dtype: torch.dtype, window: int, sinks: bool) -> list[torch.Tensor]:
+        given = [each.to(place, dtype).requires_grad_() for each in (*inputs, *([sinks_H] if sinks else []))]
+        options = AttentionOptions(
+            layout=FlatLayout(lengths), scale=0.125, window=window, softcap=0.0, sinks_H=given[3] if sinks else None
+        )
+        out = attend_flat(*given[:3], options)
+        grads = torch.autograd.grad(out, given, upstream.to(place, dtype))
+        return [each.detach().cpu().float() for each in (out, *grads)]
+
+    errors = {}
+    for name, window, sinks in (("", 0, False), (", window", 16, False), (", sinks", 0, True)):
+        exact = computed("cpu", torch.float32, window, sinks)
+        found = computed(device, torch.float16, window, sinks)
+        relative = [float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
+        errors[f"attention in fp16{name}, relative"] = max(relative)
+    return errors
 
 
 def planner(device: str) -> int:
