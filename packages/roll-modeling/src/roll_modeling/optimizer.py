@@ -95,10 +95,11 @@ def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[Tensor
 
     `optimizer` is AdamW of any library: apex and DeepSpeed have fused ones. Raises `UnsupportedError` for another one.
     """
-    state = optimizer.state[parameter]
+    state = optimizer.state.get(parameter, {})
     if not ({*MOMENTS} <= state.keys() if state else "betas" in optimizer.defaults):
         raise UnsupportedError(f"a portable state has the moments of AdamW, which {type(optimizer).__name__} lacks")
     if not state:
+        state = optimizer.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for moment in MOMENTS:
             state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
