@@ -34,6 +34,7 @@ def test_numbers_and_indices_of_the_host_mix_as_on_cuda():
     assert x[torch.tensor([True, False, True, False])].tolist() == [0.0, 2.0]
     x[torch.tensor([1])] = torch.tensor(9.0)
     assert x.masked_fill(x > 8, torch.tensor(-1.0)).tolist() == [0.0, -1.0, 2.0, 3.0]
+    assert (torch.tensor([5, 7], device="sim:0") // 2).tolist() == [2, 3]
 
 
 @on_devices()

@@ -58,7 +58,8 @@ struct DeviceCheck {
 
   explicit DeviceCheck(const c10::OperatorHandle& op) : name(plain_name(op)) {
     static const Names indexing{"index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"};
-    static const Names more{"fill", "masked_fill", "index_fill", "rsub", "complex", "polar", "isin", "linspace", "logspace"};
+    static const Names more{"fill", "masked_fill", "index_fill", "rsub", "floor_divide", "complex", "polar", "isin", "linspace",
+                            "logspace"};  // pointwise as well, without the tag
     takes_indices = indexing.count(name);
     takes_numbers = takes_indices || op.hasTag(at::Tag::pointwise) || more.count(name) || name.substr(0, 8) == "_foreach" ||
         name.substr(0, 6) == "_fused";
