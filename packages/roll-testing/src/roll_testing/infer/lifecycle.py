@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_core.errors import WeightSyncError
+from roll_core.errors import UnsupportedError, WeightSyncError
 from roll_core.spec.weights import make_manifest
 from roll_testing.infer.engine import ask
 from roll_testing.infer.interrupting import result, until_interrupted, was_whole
@@ -283,6 +283,39 @@ class LifecycleTests(InferKit):
         left = sorted(kept)
         engine.run(engine.strategy.wake)
         assert not left, f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
+
+    def test_sleeping_frees_memory(self, engine: Engine, setup: Setup) -> None:
+        """`sleep` must return at least as many bytes to other processes as the weights have, and `wake` use them again.
+
+        The platform counts the bytes: memory that an allocator keeps reserved is not returned. Skipped if slots have no
+        memory of their own, or if the platform cannot measure it.
+        """
+        self.need(self.can.sleeps, "sleeps")
+        platform = self.platform_here()
+        if platform.slots_share_cores:
+            pytest.skip(f"slots of platform {platform.name} have no memory of their own")
+
+        def used() -> int:
+            gc.collect()
+            return int(platform.memory(0)["used"])
+
+        weights = self.published(self.stored(setup), setup.model)
+        num_bytes = sum(each.nbytes for each in weights.values())
+        engine.generate(ask(self.prompt(40)))
+        try:
+            awake = used()
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+        engine.run(engine.strategy.sleep)
+        asleep = used()
+        engine.run(engine.strategy.wake)
+        engine.publish(weights)
+        engine.generate(ask(self.prompt(40)))
+        again = used()
+        assert awake - asleep >= num_bytes, (
+            f"the weights have {num_bytes:,} bytes, but other processes got only {awake - asleep:,} by sleep"
+        )
+        assert again - asleep >= num_bytes, f"after wake only {again - asleep:,} bytes more are used: memory() is wrong"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
