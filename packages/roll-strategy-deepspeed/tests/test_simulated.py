@@ -1,0 +1,28 @@
+"""DeepSpeed's path for accelerators, on NPUs whose torch-npu is a stand-in: their devices are simulated."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from roll_platform_sim.device import EXTENSION
+from shared_tests.simulated import REPOSITORY, npu_host, run
+
+SELECTED = (
+    "(test_steps_of_adamw_equal_the_reference and (zero0-2 or zero3-2))"
+    " or (test_a_resumed_run_equals_an_uninterrupted_one and (zero1-2-2 or zero3-2-2))"
+    " or (test_offload_frees_memory and zero1-2-all)"
+)
+"""Not the offload of stage 3: its bucket for reductions has 2 GB by default, as much as a simulated device."""
+
+
+@pytest.mark.engine("deepspeed")
+@pytest.mark.timeout(900)
+def test_two_devices_train_resume_and_offload(tmp_path: Path) -> None:
+    EXTENSION.library()
+    kit = f"{REPOSITORY / 'tools' / 'gpu' / 'kits.py'}::TestDeepSpeed"
+    command = ("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", kit, "-k", SELECTED)
+    output = run(*command, folder=REPOSITORY, ROLL_GPU_PLATFORM="npu", **npu_host(tmp_path))
+    assert re.findall(r"\d+ (?:passed|skipped)", output) == ["5 passed"]
