@@ -6,6 +6,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+import roll_platform_sim
 from roll_core.errors import UnsupportedError
 from roll_core.spec.platform import Platform, Probe
 from roll_platform_sim import settings
@@ -55,13 +56,19 @@ class SimPlatform(Platform):
 
 def _usable() -> tuple[int, str]:
     """Number of devices that torch can use, and a description of what was found."""
-    num = settings.num_devices()
+    try:
+        num, gib = settings.num_devices(), settings.memory_bytes() / 1024**3
+    except UnsupportedError as error:
+        return 0, str(error)
     if not num:
         return 0, f"{settings.DEVICES} is not set: set it to the number of simulated devices"
     visible = len(settings.visible(settings.VISIBLE, num))
     if not visible:
         return 0, f"{settings.VISIBLE} hides all of {num} simulated devices"
+    if roll_platform_sim.failure:
+        lines = roll_platform_sim.failure.splitlines()
+        return 0, " ".join(dict.fromkeys([lines[0], lines[-1]]))
     compiler = os.environ.get("CXX", "c++")
     if not is_compiled() and shutil.which(compiler) is None:
         return 0, f"simulated devices are compiled on first use, but there is no {compiler}: install g++, or set CXX"
-    return visible, f"{visible} simulated devices of {settings.memory_bytes() / 1024**3:g} GiB in this host's memory"
+    return visible, f"{visible} simulated devices of {gib:g} GiB in this host's memory"
