@@ -53,6 +53,14 @@ def test_late_copies_to_the_device_read_the_host_when_they_run():
 
 
 @on_devices()
+def test_late_copies_to_the_host_and_back_are_in_order():
+    host = torch.empty(4, pin_memory=True)
+    host.copy_(torch.arange(4.0, device="sim"), non_blocking=True)
+    doubled = 2 * host.to("sim", non_blocking=True)  # without a wait
+    assert doubled.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+@on_devices()
 def test_late_copies_do_not_keep_their_destination():
     host = torch.ones(1024).pin_memory()
     host.to("sim", non_blocking=True)

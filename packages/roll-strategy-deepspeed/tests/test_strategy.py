@@ -75,6 +75,12 @@ def test_with_states_on_the_host_it_trains_as_hf_train(ranks, case, keys):
     trains_as_hf_train(ranks, case, {"zero_optimization": keys})
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_selective_recomputation_trains_as_hf_train(ranks, case, stage):
+    recomputed = case.with_(model=replace(case.model, gradient_checkpointing=True))
+    trains_as_hf_train(ranks, recomputed, zero(stage) | {"recompute_granularity": "selective"})
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_text_trains_a_model_with_images_as_in_hf_train(ranks, case, tmp_path, stage):
     trains_as_hf_train(ranks, case.with_(model=write_multimodal(tmp_path, "qwen3_vl")), zero(stage))

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <mutex>
+#include <unordered_set>
 
 namespace sim {
 namespace {
@@ -131,7 +132,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 // -- late copies ------------------------------------------------------------------------------------------------------
 struct LateCopy {
   int device;
-  const c10::StorageImpl* destination;  // of a device; nullptr for copies to the host
+  const c10::StorageImpl* destination;
+  const c10::StorageImpl* source;  // on the host; nullptr for copies to the host, which begin with a copy of theirs
   std::function<void()> run;
 };
 std::mutex g_mutex;
@@ -166,13 +168,14 @@ void copy_to_device_later(const at::Tensor& device, const at::Tensor& host) {
   auto run = [storage = device.storage().getWeakStorageImpl(), to = host_alias(device, false), from = host.detach()] {
     if (auto alive = storage.lock()) to.copy_(from);
   };
-  add({device.device().index(), device.storage().unsafeGetStorageImpl(), std::move(run)});
+  auto source = host.storage().unsafeGetStorageImpl();
+  add({device.device().index(), device.storage().unsafeGetStorageImpl(), source, std::move(run)});
 }
 
 void copy_to_host_later(const at::Tensor& host, const at::Tensor& device) {
   auto run = [to = host.detach(), from = host_alias(device).clone()] { to.copy_(from); };
   std::memset(host.mutable_data_ptr(), kGarbage, host.nbytes());
-  add({device.device().index(), nullptr, std::move(run)});
+  add({device.device().index(), host.storage().unsafeGetStorageImpl(), nullptr, std::move(run)});
 }
 
 void wait_for(int device) {
@@ -180,7 +183,15 @@ void wait_for(int device) {
 }
 
 void finish_copies_to(const c10::StorageImpl* storage) {
-  finish([storage](const LateCopy& copy) { return copy.destination == storage; });
+  if (!g_has_copies) return;
+  // Copies of a stream are in order: one from the host reads what an earlier one to the host wrote.
+  std::unordered_set<const c10::StorageImpl*> due{storage};
+  {
+    std::lock_guard<std::mutex> guard(g_mutex);
+    for (auto& copy : g_copies)
+      if (copy.destination == storage && copy.source) due.insert(copy.source);
+  }
+  finish([&due](const LateCopy& copy) { return due.count(copy.destination) > 0; });
 }
 
 at::Generator generator_on_host(const at::Generator& generator) {
