@@ -1,5 +1,6 @@
 """Memory of simulated devices: how it is counted, limited, shared and reserved."""
 
+import ctypes
 import os
 import signal
 
@@ -94,6 +95,21 @@ def test_forked_children_refuse_used_devices():
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert x.cpu() == 1
+
+
+@on_devices()
+def test_forked_children_leave_the_memory_of_their_parent():
+    assert used(0) == 0  # reads the table of processes, but uses no device
+    child = os.fork()
+    if not child:
+        held = torch.empty(MIB, dtype=torch.uint8, device="sim:0")
+        assert used(0) == held.nbytes
+        del held
+        torch.accelerator.empty_cache()
+        ctypes.CDLL(None).exit(0)  # with the handlers of the parent
+    assert os.waitpid(child, 0)[1] == 0
+    held = torch.empty(2 * MIB, dtype=torch.uint8, device="sim:0")
+    assert used(0) == held.nbytes
 
 
 @on_devices()

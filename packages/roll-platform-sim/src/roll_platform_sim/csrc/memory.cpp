@@ -58,7 +58,7 @@ void join_table() {
     for (auto& reserved : row->reserved) reserved = 0;
     g_self = row;
     std::atexit([] {
-      if (!g_bad_fork) g_self->pid = 0;
+      if (g_self) g_self->pid = 0;
     });
     return;
   }
@@ -202,7 +202,10 @@ void configure(std::vector<int> visible, int64_t total_bytes, const std::string&
   g_total_bytes = total_bytes;
   g_table = table;
   at::setHostAllocator(kDevice, static_cast<at::HostAllocator*>(pinned_allocator()));
-  ::pthread_atfork(nullptr, nullptr, [] { g_bad_fork = g_initialized.load(); });
+  ::pthread_atfork(nullptr, nullptr, [] {
+    g_bad_fork = g_initialized.load();
+    g_self = nullptr;  // it is the parent's row
+  });
 }
 
 int num_devices() { return int(g_visible.size()); }
