@@ -43,6 +43,7 @@ from roll_core.spec.transport import DeviceFacts, RoleFacts, SenderSetup, Worker
 from roll_core.types import TrainSequence
 from roll_testing.part_checks import check_part
 from roll_testing.runs import Runs
+from shared_tests import simulated
 from shared_tests.docs import RLVR_CONFIG
 
 REPOSITORY = Path(__file__).parents[2]
@@ -894,6 +895,16 @@ def test_the_python_api_runs_checks_interrupts_resumes_and_plans(tmp_path, monke
     assert names["planned"].fits
     found = run(example("README.md", "table = result.history"))
     assert len(found["table"]) == 20
+
+
+@pytest.mark.slow(ci=True)
+def test_simulated_devices_are_counted_and_renamed(tmp_path):
+    page = "packages/roll-platform-sim/README.md"
+    step = "import torch\ndef step():\n    torch.ones(2).to('sim').sum().item()\n"
+    output = simulated.run("-c", step + example(page, "trace.num"), folder=tmp_path)
+    assert {line.split("\t")[2] for line in output.splitlines()} >= {"op", "h2d", "wait"}
+    device = "import torch\nassert torch.ones(2, device='npu').sum().item() == 2\n"
+    simulated.run("-c", example(page, 'register("npu"') + device, folder=tmp_path, ROLL_SIM_DEVICES="0")
 
 
 def test_every_python_example_is_run_by_a_test_of_this_file():

@@ -85,21 +85,29 @@ def varlen_kernel(
     """Kernel for tensors like these, by the larger head size of keys and values; None if no installed one fits."""
     if dtype not in DTYPES or head_size > LARGEST_HEAD:
         return None
-    kernel: VarlenKernel | None = None
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < AMPERE:
-            return None
-        function = _package()
-        if function is not None and not sinks and (not softcap or "softcap" in inspect.signature(function).parameters):
-            kernel = partial(_by_package, function)
-        elif torch.backends.cuda.is_flash_attention_available() and (
-            head_size <= LARGEST_HEAD_OF_SMALL_GPUS or capability not in SMALL_GPUS
-        ):
-            kernel = None if softcap else _by_torch
-    elif not softcap and _registered(device):
-        kernel = _by_torch
+    kernel = CHOICES.get(device.type, _elsewhere)(device, head_size, softcap, sinks)
     return None if kernel is None else partial(_padded, kernel)
+
+
+def _on_cuda(device: torch.device, head_size: int, softcap: bool, sinks: bool) -> VarlenKernel | None:
+    capability = torch.get_device_module(device).get_device_capability(device)
+    if capability < AMPERE:
+        return None
+    function = _package()
+    if function is not None and not sinks and (not softcap or "softcap" in inspect.signature(function).parameters):
+        return partial(_by_package, function)
+    has_torchs = torch.backends.cuda.is_flash_attention_available() and (
+        head_size <= LARGEST_HEAD_OF_SMALL_GPUS or capability not in SMALL_GPUS
+    )
+    return _by_torch if has_torchs and not softcap else None
+
+
+def _elsewhere(device: torch.device, head_size: int, softcap: bool, sinks: bool) -> VarlenKernel | None:
+    return _by_torch if not softcap and _registered(device) else None
+
+
+CHOICES = {"cuda": _on_cuda}
+"""Choice of the kernel by torch's device type."""
 
 
 def _package() -> Callable[..., Any] | None:
