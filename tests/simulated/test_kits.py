@@ -50,7 +50,8 @@ def test_a_kit_passes(kit, tests, number):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("kit", ["TestHFTrain", "TestFSDP2"])
 def test_a_whole_kit_passes(kit):
-    assert num_passed(kit) >= 150
+    """Two devices are too few for the test that requires a variant of each declared kind of parallelism."""
+    assert num_passed(kit, ("not test_declared_parallelism_is_tested",)) >= 155
 
 
 @pytest.mark.slow(ci=True)
