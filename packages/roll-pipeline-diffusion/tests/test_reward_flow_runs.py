@@ -189,13 +189,13 @@ from roll_core.plugins.registry import load_registry
 from roll_core.runtime.records import checkpoints
 from roll_core.runtime.run.loop import execute
 
-def killing(path, step, *rest, function=checkpoints.write_manifest):
+def killing(path, step, *rest, function=checkpoints.write_manifest, **named):
     if step == 4:
         if sys.argv[2] == "torn":
             largest = max((each for each in path.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size)
             os.truncate(largest, largest.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
-    return function(path, step, *rest)
+    return function(path, step, *rest, **named)
 
 checkpoints.write_manifest = killing
 registry = load_registry()

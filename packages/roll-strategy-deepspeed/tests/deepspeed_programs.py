@@ -180,7 +180,8 @@ def _count(strategy: DeepSpeedStrategy) -> int:
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.device.type == "cpu"]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
-    return num_bytes(tensors)
+    copies = [block for blocks in strategy.offloader._arenas.values() for block in blocks]
+    return num_bytes(tensors) - num_bytes(copies)
 
 
 def raise_and_go_on(rank: int, case: Case, spoilt: Step, steps: Sequence[Step]) -> tuple[Raised | None, Trained]:
