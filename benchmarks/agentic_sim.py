@@ -37,7 +37,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from common import RESULTS, write_result
@@ -194,6 +194,8 @@ class NoText:
 
 class NoTokenizer:
     """Stands for the tokenizer of `NoText`."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def decode(self, ids: Sequence[int], **given: Any) -> str:
         return "m" * (len(ids) - 1)

@@ -37,6 +37,7 @@ def worker(strategy, deterministic=True):
     made = object.__new__(TrainWorker)
     made.role, made.strategy, made.deterministic = "actor_train", strategy, deterministic
     made.limits = BatchLimits(train_sequences=2, infer_sequences=2)
+    made.mesh = SimpleNamespace(device="cpu")
     return made
 
 

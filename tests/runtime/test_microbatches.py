@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,7 @@ def worker_of(multiple, **limits):
     found = TrainWorker.__new__(TrainWorker)
     found.strategy = Counting(multiple)
     found.deterministic, found.role = False, "actor_train"
+    found.mesh = SimpleNamespace(device="cpu")
     found.limits = BatchLimits(train_sequences=2, infer_sequences=3, **limits)
     return found
 

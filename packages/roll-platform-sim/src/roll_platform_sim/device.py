@@ -67,7 +67,7 @@ def register(
     torch._register_device_module(name, torch_module)  # type: ignore[no-untyped-call]
     sys.modules[f"torch.{name}"] = torch_module
     backends.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
-    _register_collectives(name, collective_backend)
+    _register_collectives(native, name, collective_backend)
     _registered = name
     if path := os.environ.get(settings.TRACE):
         from roll_platform_sim.trace import trace_process
@@ -91,15 +91,14 @@ def _load() -> ModuleType:
     return module
 
 
-def _register_collectives(device_type: str, backend: str) -> None:
+def _register_collectives(native: Any, device_type: str, backend: str) -> None:
     import torch.distributed as dist
 
     if not dist.is_available():
         return
-    from roll_platform_sim import roll_sim  # type: ignore[attr-defined]
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)  # type: ignore[attr-defined]
-        return roll_sim.Collectives(rank, size, gloo, dist.PrefixStore("devices", store), backend)  # type: ignore[attr-defined]
+        return native.Collectives(rank, size, gloo, dist.PrefixStore("devices", store), backend)  # type: ignore[attr-defined]
 
     dist.Backend.register_backend(backend, create, devices=[device_type])

@@ -19,7 +19,7 @@ from torch.accelerator import (  # noqa: F401 - part of this module's interface
     synchronize,
 )
 
-from roll_platform_sim import roll_sim as _native  # type: ignore[attr-defined]
+import roll_platform_sim.roll_sim as _native  # type: ignore[import-not-found]
 
 Device = torch.device | str | int | None
 """A device, its number or its name. None, and devices without a number, stand for the current device."""

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from roll_platform_sim import roll_sim as _native  # type: ignore[attr-defined]
+import roll_platform_sim.roll_sim as _native  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
