@@ -354,6 +354,19 @@ def test_every_key_of_a_file_is_reported_once(registry):
                 ("ref", "reference", "not needed", None),
             )
         ),
+        *(
+            (
+                {"arr__model__enable_activation_offload": True, **others},
+                "actor_rollout_ref.model.enable_activation_offload",
+                status,
+                {"actor_train.strategy_args.strategy_config.activation_offloading": value},
+            )
+            for others, status, value in (
+                ({}, "changed", True),
+                ({"arr__model__enable_gradient_checkpointing": False}, "not needed", None),
+                ({"arr__actor__strategy": "megatron"}, "not needed", None),
+            )
+        ),
         ({"trainer__val_only": True}, "trainer.val_only", "unsupported", {}),
         ({"trainer__total_epochs": 3}, "trainer.total_epochs", "unsupported", {"max_steps": "???"}),
         ({"model_engine": "veomni"}, "model_engine", "unsupported", {"model_engine": "veomni"}),

@@ -765,6 +765,16 @@ def _checkpointing(value: Any, key: Key) -> Outcome:
     return changed(f"{_ours(key)}.model_args.disable_gradient_checkpointing", True)
 
 
+def _activation_offload(value: Any, key: Key) -> Outcome:
+    if not value:
+        return Outcome("not needed", (), "it is off")
+    if backend(key.source) == "megatron":
+        return Outcome("not needed", (), "verl's Megatron does not read it")
+    if key.beside("enable_gradient_checkpointing") is False:
+        return Outcome("not needed", (), "inputs of recomputed layers are offloaded, and none is recomputed")
+    return changed(f"{_ours(key)}.strategy_args.strategy_config.activation_offloading", True)
+
+
 def _model_config(value: Any, key: Key) -> Outcome:
     if key.name.endswith(("dropout", "pdrop")) and value in (0, None):
         return Outcome("not needed", (), "dropout is off in training")
@@ -797,7 +807,8 @@ MODEL: Table = {
     "override_config": Each(KeyRule("→ `model_args.model_config_kwargs`; dropout is off", _model_config)),
     **each("hf_config_path tokenizer_path custom_chat_template external_lib", refused("the model's own is used")),
     **each("exclude_modules lora_adapter_path", refused("adapters start new, on the modules of lora_target")),
-    **each("use_shm enable_activation_offload use_liger use_fused_kernels fused_kernel_options tiled_mlp", FASTER),
+    "enable_activation_offload": change("→ `strategy_config.activation_offloading`", _activation_offload),
+    **each("use_shm use_liger use_fused_kernels fused_kernel_options tiled_mlp", FASTER),
     "mtp": switched("multi-token prediction layers are not trained"),
     "lora": switched("set lora_rank, lora_alpha and target_modules", "rank"),
     "share_embeddings_and_output_weights": unneeded("the model's config decides"),
