@@ -18,10 +18,11 @@ from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
 from roll_modeling.logprobs import LinearHead, write_head
 from roll_modeling.model import DTYPES
+from roll_modeling.pending_losses import PendingLosses
 from roll_modeling.pieces import write_gathered
 from roll_modeling.portable_state import check_adapters, check_same, stored_buffers, take_buffers
 from roll_modeling.strategy import HuggingFaceStrategy
-from roll_modeling.task_model import finite_loss, plain_metrics, zero_loss
+from roll_modeling.task_model import zero_loss
 from roll_strategy_megatron.config import MASTERS_APART
 from roll_strategy_megatron.plugin import CAPABILITIES
 
@@ -175,22 +176,32 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
         optimizer = self._require_training()
         self._check_wanted(loss.want)
         optimizer.begin()
-        errors: list[NonFiniteError] = []
+        losses = PendingLosses(self._mesh.device)
 
-        def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, LossMetrics]:
-            if passage.idle or errors:
-                return zero_loss(outputs), {}
+        def at_end(passage: Passage, outputs: TokenOutputs) -> tuple[Tensor, None]:
+            if passage.idle:
+                return zero_loss(outputs), None
             try:
-                found = finite_loss(loss, outputs, passage.micro)
-            except NonFiniteError as error:
-                errors.append(error)
-                return zero_loss(outputs), {}
-            value = found.loss if found.loss.requires_grad else found.loss + zero_loss(outputs)
-            return value, plain_metrics(found)
+                found = loss(outputs, passage.micro)
+            except NonFiniteError as raised:
+                losses.fail(raised)
+                return zero_loss(outputs), None
+            losses.add_tokens(found, outputs, passage.micro)
+            return found.loss if found.loss.requires_grad else found.loss + zero_loss(outputs), None
 
         if self.balancing is not None:
             self.balancing.begin(max(1, micros[0].totals.sequences) if micros else 1)
-        found, disagreements = self.computation.run(micros, loss.want, at_end, backward=True)
+        _, disagreements = self.computation.run(micros, loss.want, at_end, backward=True)
+        found, error = [], None
+        try:
+            found = losses.read()  # of the last stage
+        except NonFiniteError as raised:
+            error = raised
+        try:
+            self.parallel.raise_together(error)
+        except NonFiniteError:
+            optimizer.clear()
+            raise
         metrics: list[LossMetrics] = self.parallel.object_from_last_stage(found)
         for each, micro, disagreement_T in zip(metrics, micros, disagreements, strict=True):
             if disagreement_T is not None:  # only known after the losses are computed
@@ -198,11 +209,6 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
                 each["routing_disagreement"] = float(aggregate(known_T, micro, "token-mean"))
         if self.balancing is not None and metrics:
             metrics[0] |= self.balancing.metrics()
-        try:
-            self.parallel.raise_together(errors[0] if errors else None)
-        except NonFiniteError:
-            optimizer.clear()
-            raise
         return metrics
 
     def optimizer_step(self) -> StepStats:
