@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from roll_platform_sim.settings import table
+from shared_tests.simulated import program
 
 KINDS = ("sampled", "greedy", "top-k, top-p", "min-p", "penalty", "banned ends")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("decoding")
-    host = f"decoding-{os.getpid()}"
-    variables = {"ROLL_SIM_DEVICES": "2", "ROLL_SIM_HOST": host, "OMP_NUM_THREADS": "1"}
-    program = Path(__file__).with_name("decoding.py")
-    subprocess.run([sys.executable, str(program)], cwd=folder, env={**os.environ, **variables}, check=True)
-    table(host).unlink(missing_ok=True)
-    results: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    return results
+    return program("decoding", folder=tmp_path_factory.mktemp("decoding"))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mixed"])

@@ -75,7 +75,10 @@ class AcmeExecutor(Executor):
     async def _start_group(self, spec: GroupSpec) -> AcmeGroup:
         workers = [AcmeWorker(self, spec, place) for place in spec.places]
         self._workers += workers
-        await asyncio.gather(*(worker.start(self._environment(spec, worker.place)) for worker in workers))
+        starting = {
+            each.member: asyncio.ensure_future(each.start(self._environment(spec, each.place))) for each in workers
+        }
+        await collect(spec.role, "start of its process", starting, spec.timeout_s)
         alone = len(workers) == 1
         peers = Peers(master_port=0 if alone else free_port(), secret="" if alone else secrets.token_hex(16))
         constructing = {worker.member: worker.construct(self._seen(worker.place), peers) for worker in workers}
