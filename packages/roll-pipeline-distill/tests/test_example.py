@@ -11,10 +11,13 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "distill"
 
 
 @pytest.fixture(scope="module")
-def configs():
+def configs(tmp_path_factory):
+    """Loaded in an empty directory: where the demo has run, the teacher's link `latest` leads to its run."""
     registry = load_registry()
     names = ("student", "on_policy", "off_policy")
-    return {name: load(EXAMPLE / f"{name}.yaml", [], registry).config for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("empty"))
+        return {name: load(EXAMPLE / f"{name}.yaml", [], registry).config for name in names}
 
 
 def test_both_runs_learn_from_the_whole_distribution_of_the_same_teacher(configs):

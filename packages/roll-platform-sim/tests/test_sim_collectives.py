@@ -116,3 +116,8 @@ def test_two_ranks_on_one_device_are_refused(rank, port):
     join(rank, port, device=1)
     with pytest.raises(RuntimeError, match="Duplicate device"):
         dist.all_reduce(torch.ones(1, device="sim"))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:  # its process serves the store, from which the other rank still reads
+        store.wait(["refused"])
+    else:
+        store.set("refused", "")
