@@ -18,7 +18,7 @@ A, B = "layers.0.q.lora_A.weight", "layers.0.q.lora_B.weight"
 
 
 class Location(NamedTuple):
-    key: str
+    keys: tuple[str]
     shape: tuple[int, ...]
 
 
@@ -35,10 +35,10 @@ class Process(LoadedModel):
     def locate(self, name):
         if name not in ("a", "b"):
             raise KeyError(name)
-        return Location(name, (3, 2)) if name in self.tensors else None
+        return Location((name,), (3, 2)) if name in self.tensors else None
 
     def located(self):
-        return [(name, Location(name, (3, 2))) for name in self.tensors]
+        return [(name, Location((name,), (3, 2))) for name in self.tensors]
 
     def read(self, name, at):
         return self.tensors[name]

@@ -101,7 +101,9 @@ class TestEngine(HoldingTests):
         async def reload_as_vllm_does():
             engine = live.strategy._engine
             await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
-            return await engine.collective_rpc("roll_act", args=("digest", [(name, ""), ("model.norm.weight", "")]))
+            return await engine.collective_rpc(
+                "roll_act", args=("digest", [(name, "F32", ""), ("model.norm.weight", "F32", "")])
+            )
 
         (held,) = live.run(reload_as_vllm_does())
         assert held["model.norm.weight"] == digest(live.model.get_parameter("model.norm.weight"))

@@ -91,7 +91,7 @@ class Replaceable(ABC):
 class _Parameter(NamedTuple):
     """Location of a tensor, see `roll_modeling.comparing.EngineTensor`."""
 
-    key: int
+    keys: tuple[int, ...]
     shape: tuple[int, ...]
 
 
@@ -111,7 +111,7 @@ class LoadedWeights(Replaceable):
     def compare(self, manifest: WeightManifest) -> None:
         def locate(name: str) -> _Parameter:
             loaded = self._loaded[name]
-            return _Parameter(id(loaded), tuple(loaded.shape))
+            return _Parameter((id(loaded),), tuple(loaded.shape))
 
         needed = ((name, locate(name)) for name in sorted(self._needed))
         refuse(self.who, ENGINE, manifest, [compare(entries(manifest), locate, needed)])

@@ -12,7 +12,7 @@ from pydantic import Field, create_model
 
 from roll_core.spec.config import PositiveInt  # noqa: TC001 - pydantic reads the annotations
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
-from roll_modeling.architectures import check_engine, package_folder
+from roll_modeling.architectures import check_engine, has_experts, package_folder
 from roll_modeling.engine_config import EngineConfig
 
 OUR_PLUGIN = "roll_infer_sglang."
@@ -67,6 +67,14 @@ class SglangConfig(_EngineKeys):
     host: str = "127.0.0.1"
     """Address at which the server listens, including the OpenAI-compatible routes (`/v1`). All clients that can connect
     can generate. Updating weights and aborting requests of others need the worker's key."""
+
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set."""
+        if not self.enable_lora and has_experts(keys):
+            raise ValueError(
+                "mixtures of experts are not supported: the experts loaded in SGLang cannot be read back, so the first"
+                " weight update would be rejected"
+            )
 
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` unless SGLang implements the architecture or can run its transformers module."""

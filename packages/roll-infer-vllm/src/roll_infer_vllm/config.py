@@ -11,7 +11,7 @@ from pydantic import Field, create_model, model_validator
 
 from roll_core.spec.config import PositiveInt, WeightFormat  # noqa: TC001 - pydantic reads the annotations
 from roll_infer_vllm.arguments import PASSED_ON, QUANTIZATION, REJECTED
-from roll_modeling.architectures import assigned, check_engine, package_folder
+from roll_modeling.architectures import assigned, check_engine, has_experts, package_folder
 from roll_modeling.engine_config import EngineConfig
 
 KNOWN_PLUGINS = ("vllm.", "roll_infer_vllm.")
@@ -87,6 +87,14 @@ class VllmConfig(_EngineKeys):
     def weight_format(self) -> WeightFormat:
         """Format in which the trainer sends weights: `fp8` if `quantization` is set, otherwise the model's dtype."""
         return self.quantization or "dtype"
+
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set."""
+        if not self.enable_lora and has_experts(keys):
+            raise ValueError(
+                "mixtures of experts are not supported: the experts loaded in vLLM cannot be read back, so the first"
+                " weight update would be rejected"
+            )
 
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` unless vLLM implements the architecture or can run its transformers module."""

@@ -25,8 +25,8 @@ class EngineTensor(Protocol):
     """Location of a Hugging Face model's tensor in an engine."""
 
     @property
-    def key(self) -> Hashable:
-        """Identity of the tensor; equal for two names of one tensor (tied embeddings)."""
+    def keys(self) -> Iterable[Hashable]:
+        """Identities of what the tensor contains; equal for two names of one tensor (tied embeddings)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,10 +60,10 @@ def compare(
             continue
         if part is None:
             continue
-        covered.add(part.key)
+        covered.update(part.keys)
         if part.shape != tuple(shape):
             shapes[name] = list(part.shape)
-    missing = [name for name, part in held if part.key not in covered]
+    missing = [name for name, part in held if not covered.issuperset(part.keys)]
     return {"unknown": unknown, "shapes": shapes, "missing": missing}
 
 

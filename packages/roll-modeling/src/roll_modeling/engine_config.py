@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.spec.config import PositiveInt, StrategyConfig
-from roll_modeling.architectures import check_positions, has_experts
+from roll_modeling.architectures import check_positions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -62,14 +62,6 @@ class EngineConfig(StrategyConfig):
     def serves_adapters(self) -> bool:
         """True if `enable_lora` is set."""
         return self.enable_lora
-
-    def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set."""
-        if not self.enable_lora and has_experts(keys):
-            raise ValueError(
-                f"mixtures of experts are not supported: the experts loaded in {self.engine} cannot be read back, so"
-                " the first weight update would be rejected"
-            )
 
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
         """Raise `ValueError` if prompt plus response exceeds the model's table of positions."""

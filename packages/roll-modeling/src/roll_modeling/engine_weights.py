@@ -15,24 +15,27 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from roll_core.spec.weights import Digests
+from roll_core.spec.weights import Digests, torch_dtype
 from roll_modeling.buckets import BucketInfo, BucketWriter, opening_failure, read_bucket
 from roll_modeling.comparing import compare, compare_adapter, entries, refuse, refuse_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from roll_core.types import WeightManifest
     from roll_modeling.buckets import Incoming
     from roll_modeling.comparing import EngineTensor
+    from roll_modeling.engine_experts import ExpertLayout, ExpertName
 
 Action = Literal["compare", "open", "load", "digest", "compare_adapter", "digest_adapter"]
 """Action of `LoadedModel.act`."""
@@ -128,7 +131,7 @@ class ModelWeights(EngineWeights):
 
     @override
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
-        expected = [(entry.name, entry.digest) for entry in manifest.tensors]
+        expected = [(entry.name, entry.dtype, entry.digest) for entry in manifest.tensors]
         return _merged(await self._processes.act("digest", expected, version=manifest.version))
 
     @override
@@ -207,14 +210,33 @@ class LoadedTensor(ABC):
     """Position among the fused tensors; None if the tensor is not fused."""
 
     @property
-    def key(self) -> tuple[int, int | None]:
+    def keys(self) -> tuple[Hashable, ...]:
         """Identity of the tensor: equal for two names of one tensor (tied embeddings)."""
-        return id(getattr(self.module, self.parameter)), self.index
+        return ((id(getattr(self.module, self.parameter)), self.index),)
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """Shape of the full tensor, over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsTensor(LoadedTensor):
+    """Location of an expert tensor: of all experts, or of one."""
+
+    name: ExpertName
+    layout: ExpertLayout
+
+    @property
+    @override
+    def keys(self) -> tuple[Hashable, ...]:
+        parameter = id(getattr(self.module, self.parameter))
+        return tuple((parameter, *key) for key in self.layout.keys(self.name))
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape(self.name)
 
 
 class LoadedModel(ABC):
@@ -237,6 +259,21 @@ class LoadedModel(ABC):
     def read(self, name: str, at: Any) -> Tensor:
         """Full tensor at a location, gathered over ranks. All ranks read the same tensors in the same order."""
 
+    def expert_shards(self, at: Any, expert: int) -> Sequence[Tensor]:
+        """Matrix of one expert at an `ExpertsTensor`, by tensor parallel rank, see `ExpertLayout.joined`.
+
+        All ranks read the same experts in the same order. Rank 0 must get all shards; the result of others is unused.
+        """
+        raise NotImplementedError
+
+    def pieces(self, name: str, at: Any) -> Iterator[Tensor]:
+        """The full tensor at a location in consecutive pieces, one expert at a time if it has experts."""
+        if not isinstance(at, ExpertsTensor):
+            yield self.read(name, at)
+            return
+        for expert in at.layout.experts(at.name):
+            yield at.layout.joined(at.name, self.expert_shards(at, expert))
+
     @abstractmethod
     def adapter_buffer(self, name: str) -> Tensor:
         """Buffer of this A `[R, I]` or B `[O, R]`, with R ≥ the adapter's rank. Raises `KeyError` if there is none."""
@@ -255,7 +292,7 @@ class LoadedModel(ABC):
         compare          names and shapes of a manifest -> the mismatches, see `compare`
         open             a bucket with test data -> the reason why this process cannot open it, empty if it can
         load             a bucket, which may be reused afterwards
-        digest           names and digests of a manifest -> digests of the loaded weights, by the same functions
+        digest           names, dtypes and digests of a manifest -> digests of the loaded weights, by the same functions
         compare_adapter  names and shapes of an adapter's manifest -> the mismatches, see `compare_adapter`
         digest_adapter   names, shapes and digests of an adapter's manifest -> digests of the loaded adapter
         """
@@ -276,16 +313,32 @@ class LoadedModel(ABC):
             digests.add(name, self.adapter_buffer(name)[:rows, :columns], like)
         return digests.read()
 
-    def _digests(self, expected: Iterable[tuple[str, str]]) -> dict[str, str]:
+    def _digests(self, expected: Iterable[tuple[str, str, str]]) -> dict[str, str]:
         digests = Digests()
-        for name, like in expected:
+        for name, dtype, like in expected:
             at = self.locate(name)
             if at is None:
                 continue
-            tensor = self.read(name, at)
+            pieces = (_as_sent(piece, torch_dtype(dtype)) for piece in self.pieces(name, at))
             if self.rank == 0:
-                digests.add(name, tensor, like)
+                digests.add_pieces(name, pieces, like)
+            else:
+                deque(pieces, maxlen=0)
         return digests.read()
+
+
+def _as_sent(loaded: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in the dtype in which it was sent, if the engine has it in a wider one and all values are exact.
+
+    Engines keep some tensors in float32 (routers). A value that the sent dtype does not have is not the sent one: the
+    tensor is then returned as it is, and its digest differs.
+    """
+    import torch
+
+    if loaded.dtype == dtype:
+        return loaded
+    sent = loaded.to(dtype)
+    return sent if torch.equal(sent.to(loaded.dtype), loaded) else loaded
 
 
 def _merged(results: Iterable[Mapping[str, str]]) -> Mapping[str, str]:

@@ -147,11 +147,43 @@ class Digests:
         elif not _is_multilinear(like, tensor):
             self._found[name] = digest(tensor)
         else:
-            device = tensor.device
-            if device not in self._keys:
-                self._keys[device] = multilinear.keys(device)
-            leaves = multilinear.leaves_of(_row_major(tensor), self._keys[device])
-            self._leaves.setdefault(device, {})[name] = leaves, tensor.nbytes
+            leaves = multilinear.leaves_of(_row_major(tensor), self._keys_of(tensor.device))
+            self._leaves.setdefault(tensor.device, {})[name] = leaves, tensor.nbytes
+
+    def add_pieces(self, name: str, pieces: Iterable[Tensor], like: str = "") -> None:
+        """Digest a tensor given by consecutive pieces of its elements in row-major order, with one piece in memory.
+
+        Pieces may have any shapes and lie on one device. `like` names a function; it is no memory token.
+        """
+        import torch
+
+        leaves: list[Tensor | bytes] = []
+        num_bytes, rest = 0, None  # bytes after the last full chunk
+        for piece in pieces:
+            flat = _row_major(piece).reshape(-1).view(torch.uint8)
+            num_bytes += flat.numel()
+            flat = flat if rest is None else torch.cat([rest, flat])
+            end = flat.numel() - flat.numel() % CHUNK_BYTES
+            leaves.append(self._leaves_of(flat[:end], like))
+            rest = flat[end:].clone()
+        if rest is not None:
+            leaves.append(self._leaves_of(rest, like))
+        if rest is not None and _is_multilinear(like, rest):
+            on_device = torch.cat([each for each in leaves if not isinstance(each, bytes)])
+            self._leaves.setdefault(rest.device, {})[name] = on_device, num_bytes
+        else:
+            self._found[name] = xxhash.xxh3_128_hexdigest(b"".join(each for each in leaves if isinstance(each, bytes)))
+
+    def _leaves_of(self, flat: Tensor, like: str) -> Tensor | bytes:
+        """Leaves of bytes that start at a chunk boundary: on the device, or as bytes of XXH3."""
+        if _is_multilinear(like, flat):
+            return multilinear.leaves_of(flat, self._keys_of(flat.device))
+        return _leaves_of_spans(_bytes(flat.cpu()))
+
+    def _keys_of(self, device: torch.device) -> Tensor:
+        if device not in self._keys:
+            self._keys[device] = multilinear.keys(device)
+        return self._keys[device]
 
     def copy(self, name: str, target: Tensor, source: Tensor, like: str = "") -> None:
         """Copy `source` into `target` of the same shape, converting it if dtypes differ, and digest `target`."""
@@ -228,6 +260,11 @@ def set_leaf_function(function: Callable[[Bytes, Bytes | None], bytes]) -> None:
 
 def _digest_of(target: Bytes, source: Bytes | None = None) -> str:
     """Digest of `target`, after copying `source` into it if given."""
+    return xxhash.xxh3_128_hexdigest(_leaves_of_spans(target, source))
+
+
+def _leaves_of_spans(target: Bytes, source: Bytes | None = None) -> bytes:
+    """Same as `leaves_of`, with threads for large tensors."""
     import torch
 
     def leaves(start: int) -> bytes:
@@ -237,9 +274,9 @@ def _digest_of(target: Bytes, source: Bytes | None = None) -> str:
     spans = range(0, len(target), SPAN_BYTES)
     num_threads = min(torch.get_num_threads(), len(spans) // 2)
     if num_threads < 2:
-        return xxhash.xxh3_128_hexdigest(_leaves_of(target, source))
+        return _leaves_of(target, source)
     with ThreadPoolExecutor(num_threads) as threads:
-        return xxhash.xxh3_128_hexdigest(b"".join(threads.map(leaves, spans)))
+        return b"".join(threads.map(leaves, spans))
 
 
 def tensor_entry(name: str, tensor: Tensor, known_digest: str | None = None) -> TensorEntry:
