@@ -4,25 +4,24 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PARTS = ["decode", "resume", "sleep", "planner"]
+from shared_tests.simulated import REPOSITORY, npu_host, variables
 
 
 @pytest.mark.slow(ci=True)
 @pytest.mark.timeout(600)
-def test_the_first_parts_pass_on_simulated_devices(tmp_path):
+@pytest.mark.parametrize(
+    ("platform", "parts"), [("sim", ["decode", "resume", "sleep", "planner"]), ("npu", ["decode", "sleep"])]
+)
+def test_the_first_parts_pass_on_simulated_devices(platform, parts, tmp_path):
     """bf16 decoding, resume on two ranks, memory for a second process, and each phase's predicted peak memory."""
-    command = [sys.executable, str(REPOSITORY / "tools" / "gpu" / "suite.py"), "--device", "sim", "--rehearsal"]
-    command += ["--out", str(tmp_path), "--only", *PARTS]
+    host = npu_host(tmp_path) if platform == "npu" else {}
     # Devices of other tests would be counted, too.
-    variables = {"ROLL_SIM_DEVICES": "2", "ROLL_SIM_HOST": f"gpu-parts-{os.getpid()}", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **variables}
+    environment = variables(**host, ROLL_SIM_HOST=f"gpu-parts-{platform}-{os.getpid()}")
     subprocess.run([sys.executable, "-c", "import torch"], env=environment, check=True)  # compiles the devices
-    subprocess.run(command, cwd=tmp_path, env=environment, check=False)
-    found = json.loads((tmp_path / "sim-rehearsal.json").read_text(encoding="utf-8"))
-    assert [each["part"] for each in found["parts"]] == PARTS
-    assert all(each["status"] == "passed" for each in found["parts"]), found["parts"]
+    command = [sys.executable, REPOSITORY / "tools" / "gpu" / "suite.py", "--device", platform, "--rehearsal"]
+    subprocess.run([*command, "--out", tmp_path, "--only", *parts], cwd=tmp_path, env=environment, check=False)
+    found = json.loads((tmp_path / f"{platform}-rehearsal.json").read_text(encoding="utf-8"))["parts"]
+    assert [(part["part"], part["status"]) for part in found] == [(name, "passed") for name in parts], found

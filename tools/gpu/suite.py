@@ -60,7 +60,7 @@ class Part:
     """Why a CPU cannot show it; empty if it can."""
 
 
-REHEARSAL_S = 150.0
+REHEARSAL_S = 300.0
 
 
 def kit(
