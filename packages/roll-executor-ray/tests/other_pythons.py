@@ -1,5 +1,8 @@
 """Virtual environments of tests, made in a moment: they show what is installed here, or some of it, elsewhere."""
 
+import os
+import shutil
+import subprocess
 import sys
 import sysconfig
 import venv
@@ -30,6 +33,17 @@ def environment_with(folder: Path, names: Iterable[str]) -> Path:
             if top != ".." and not (shown / top).exists():
                 (shown / top).symlink_to(HERE / top)
     return _make(folder, f"import site; site.addsitedir({str(shown)!r})")
+
+
+def other_minor_version() -> str | None:
+    """Interpreter of a later minor version of Python, on the PATH or of pyenv; None if this host has none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for minor in range(sys.version_info.minor + 1, 15):
+        name = f"python3.{minor}"
+        for python in (shutil.which(name), *pyenv.glob(f"versions/3.{minor}.*/bin/{name}")):
+            if python and subprocess.run([python, "--version"], capture_output=True, check=False).returncode == 0:
+                return str(python)
+    return None
 
 
 def _make(folder: Path, line: str) -> Path:

@@ -3,14 +3,18 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-from other_pythons import environment_that_shows_all
+from other_pythons import environment_that_shows_all, other_minor_version
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import CorruptTensorError, PythonEnvironmentError, UnsupportedError, WorkerDiedError, WorkerError
@@ -97,3 +101,33 @@ def test_a_killed_process_is_a_dead_worker(started: Any) -> None:
     pid = group.members[1].pid
     with raises_error(WorkerDiedError, "foreign rank 1", pid, "SIGKILL"):
         run(kill())
+
+
+@pytest.mark.timeout(600)
+def test_another_minor_version_of_python_serves_a_role(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """uv installs the packages of the role for that Python, from the index."""
+    python = other_minor_version()
+    if python is None:
+        pytest.skip("no later minor version of Python here")
+    monkeypatch.setenv("ROLL_ENVIRONMENTS_DIR", str(tmp_path))
+    monkeypatch.syspath_prepend(HERE)
+    config = EnvironmentConfig(packages=["numpy"], python=python)
+    role = replace(spec("foreign", None, 2), environment=RoleEnvironment(config=config, package="roll-core"))
+    values = {
+        "array": np.arange(3, dtype=np.int32),
+        "when": datetime(2026, 11, 29, tzinfo=UTC),
+        "text": "é",
+        "none": None,
+    }
+    executor = RayExecutor(CpuPlatform(), 2)
+    with asyncio.Runner() as runner:
+        try:
+            groups = runner.run(executor.start([role]))
+            for found in runner.run(WorkerCall(groups["foreign"], "echo").all(values)):
+                assert str(found) == str(values)
+                assert found["array"].dtype == np.int32
+            with pytest.raises(WorkerError):
+                runner.run(WorkerCall(groups["foreign"], "no_such_method").all())
+        finally:
+            runner.run(executor.close())
+    assert executor.fingerprints["foreign"]["python"] > f"3.{sys.version_info.minor + 1}"
