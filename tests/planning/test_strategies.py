@@ -266,6 +266,12 @@ def test_vllm_in_eight_bits_holds_a_byte_of_each_element_and_the_scales_of_rows(
     assert found["weights"] == 4 * (elements + 4 * rows) + 2 * (P - 4 * elements)
 
 
+def test_vllm_in_blocks_holds_a_scale_for_each_of_them():
+    found = uses(InferProvider, "vllm", {"quantization": "fp8_per_block"}, "generate", trains=False, dtype="bf16")
+    elements, blocks = 4 * 64 * 64 + 3 * 64 * 128, 4 + 3
+    assert found["weights"] == 4 * (elements + 4 * blocks) + 2 * (P - 4 * elements)
+
+
 @pytest.mark.parametrize(
     ("keys", "on_host", "gone"),
     [

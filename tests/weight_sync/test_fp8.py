@@ -15,7 +15,7 @@ from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
 from roll_core.spec import fp8
-from roll_core.spec.fp8 import is_layers_weight, quantise_rows, to_fp8
+from roll_core.spec.fp8 import is_layers_weight, quantise_blocks, quantise_rows, to_fp8
 from roll_core.spec.transport import Route
 from roll_core.spec.weights import make_manifest
 from roll_testing.errors import raises_error
@@ -126,12 +126,89 @@ def test_matrices_without_elements_have_a_scale_per_row_too(shape):
     assert (scale == TINY).all()
 
 
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 2 × 2, so that a few elements have several blocks."""
+    monkeypatch.setattr(fp8, "BLOCK", 2)
+
+
+def blocks_of(matrix, side):
+    """(row, column, block) of each block, those at the edges smaller."""
+    for row in range(0, matrix.shape[0], side):
+        for column in range(0, matrix.shape[1], side):
+            yield row // side, column // side, matrix[row : row + side, column : column + side]
+
+
+def test_blocks_by_hand(small_blocks):
+    matrix = [
+        [448.0, 17.0, 0.0, 0.0, 7.0],  # scales 1, the least, and 1/64
+        [19.0, -1.0, 0.0, 0.0, -3.5],
+        [3.0, -896.0, 1.0, 2.0, 448.0],  # scales 2, 2/448 and 1
+    ]
+    weight, scale = quantise_blocks(torch.tensor(matrix))
+    assert scale.tolist() == [[1.0, TINY, 1 / 64], [2.0, float(np.float32(2) / np.float32(448)), 1.0]]
+    assert weight.float().tolist() == [
+        [448.0, 16.0, 0.0, 0.0, 448.0],
+        [20.0, -1.0, 0.0, 0.0, -224.0],
+        [1.5, -448.0, 224.0, 448.0, 448.0],
+    ]
+
+
+STACKS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=3, max_side=5), elements=FINITE)
+
+
+@given(STACKS, st.integers(1, 3), st.integers(1, 12))
+def test_every_value_becomes_the_nearest_number_at_its_blocks_scale(stack, side, chunk):
+    """Also of experts, and whatever number is rounded at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "BLOCK", side)
+        patch.setattr(fp8, "CHUNK_ELEMENTS", chunk)
+        weight, scale = quantise_blocks(torch.from_numpy(stack))
+    stacks = (stack, weight.view(torch.uint8).numpy(), scale.numpy())
+    for matrix, codes, scales in zip(*stacks, strict=True) if stack.ndim == 3 else [stacks]:
+        assert scales.shape == tuple(-(-each // side) for each in matrix.shape)
+        for row, column, block in blocks_of(matrix, side):
+            scaled = scales[row, column]
+            assert scaled == max(np.abs(block).max() / np.float32(448), np.float32(TINY))
+            ratios = np.clip(block / scaled, -448, 448)
+            expected = [[nearest(float(each)) for each in line] for line in ratios]
+            rows, columns = slice(row * side, (row + 1) * side), slice(column * side, (column + 1) * side)
+            assert codes[rows, columns].tolist() == expected
+
+
+def test_blocks_have_128_rows_and_columns_and_smaller_ones_at_the_edge():
+    weight = torch.randn(2, 300, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found, scale = quantise_blocks(weight)
+    assert scale.shape == (2, 3, 2)
+    for matrix, scales in zip(weight.float().numpy(), scale.numpy(), strict=True):
+        for row, column, block in blocks_of(matrix, 128):
+            assert scales[row, column] == np.abs(block).max() / np.float32(448)
+    back = found.double() * scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :300, :200]
+    assert (back - weight).abs().max() < 16 * scale.max()  # half of the largest step of E4M3
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (2, 0, 8)])
+def test_matrices_without_elements_have_scales_of_blocks_too(shape):
+    weight, scale = quantise_blocks(torch.zeros(shape))
+    assert weight.shape == shape
+    assert scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+
+
 @pytest.mark.parametrize(
     ("name", "travels"),
     [
         ("model.layers.0.self_attn.q_proj.weight", True),
         ("layers.11.mlp.down_proj.weight", True),
         ("model.language_model.layers.3.mlp.gate_proj.weight", True),
+        ("model.layers.1.mlp.experts.7.gate_proj.weight", True),
+        ("model.layers.1.mlp.shared_expert.gate_proj.weight", True),
+        ("model.layers.1.mlp.gate.weight", False),
+        ("model.layers.1.mlp.shared_expert_gate.weight", False),
+        ("model.layers.1.mlp.router.weight", False),
+        ("model.layers.1.block_sparse_moe.router.layer.weight", False),
         ("model.layers.0.self_attn.q_proj.bias", False),
         ("model.embed_tokens.weight", False),
         ("lm_head.weight", False),
@@ -165,6 +242,27 @@ def test_a_matrix_is_followed_by_its_scales_and_the_rest_is_cast():
     ]
 
 
+def test_experts_have_scales_of_blocks_and_their_router_is_not_rounded():
+    moe = {
+        "model.layers.0.mlp.gate.weight": torch.ones(2, 4),
+        "model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 260, 4),
+        "model.layers.0.mlp.experts.down_proj": torch.ones(2, 4, 130),
+        "model.layers.0.mlp.experts.gate_up_proj_bias": torch.ones(2, 260),
+        "model.layers.0.conv.weight": torch.ones(4, 1, 4),
+    }
+    found = list(to_fp8(iter(moe.items()), None, "fp8_per_block"))
+    experts, rest = "model.layers.0.mlp.experts", torch.float32
+    assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found] == [
+        ("model.layers.0.mlp.gate.weight", rest, (2, 4)),
+        (f"{experts}.gate_up_proj", torch.float8_e4m3fn, (2, 260, 4)),
+        (f"{experts}.gate_up_proj_scale_inv", rest, (2, 3, 1)),
+        (f"{experts}.down_proj", torch.float8_e4m3fn, (2, 4, 130)),
+        (f"{experts}.down_proj_scale_inv", rest, (2, 1, 2)),
+        (f"{experts}.gate_up_proj_bias", rest, (2, 260)),
+        ("model.layers.0.conv.weight", rest, (4, 1, 4)),
+    ]
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_named_once_the_export_is_over(wrong):
     tensors, seen = model(), []
@@ -188,17 +286,19 @@ def test_a_model_without_such_matrices_is_refused():
 
 # -- publishes ---------------------------------------------------------------------------------------------------------
 
-MATRIX_BYTES = sum(o * i + 4 * o for o, i in [(300, 256), (64, 96), (64, 96), (30, 40), (1000, 33), (0, 8)])
+SIDES = [(300, 256), (64, 96), (64, 96), (30, 40), (1000, 33), (0, 8)]
+MATRIX_BYTES = sum(o * i + 4 * o for o, i in SIDES)
+BLOCK_BYTES = sum(o * i + 4 * -(-o // 128) * -(-i // 128) for o, i in SIDES)
 OTHER_BYTES = 2 * 1 + 17 + 2 * 5
 
 
-def publisher(duo, transport, bucket_bytes=64 << 10):
+def publisher(duo, transport, bucket_bytes=64 << 10, weight_format="fp8"):
     sources = (0,) * duo.infer.world_size if transport == "cuda_ipc" else ()
     plan = SyncPlan(
         transport=record_of(transport),
         route=Route(options={"directory": duo.directory}, sources=sources),
         dtype="BF16",
-        weight_format="fp8",
+        weight_format=weight_format,
         bucket_bytes=bucket_bytes,
         deadline_s=20,
     )
@@ -220,6 +320,20 @@ def test_receipts_are_of_the_eight_bits(with_duo, transport):
             assert held["layers.0.bias.weight"] == torch.tensor(sent["bias"]).bfloat16().tolist()
 
     with_duo(transport, scenario)
+
+
+def test_receipts_are_of_the_blocks_and_their_scales(with_duo):
+    async def scenario(duo):
+        await WorkerCall(duo.train, "set_fault").all("in_layers")
+        report = await publisher(duo, "shm", weight_format="fp8_per_block").publish(0)
+        assert report.weight_bytes == BLOCK_BYTES + OTHER_BYTES
+        (sent,) = await WorkerCall(duo.train, "values").all()
+        for held in await WorkerCall(duo.infer, "values").all():
+            weight, scale = quantise_blocks(torch.tensor(sent["left"]))
+            assert held["layers.0.left.weight"] == weight.float().tolist()
+            assert held["layers.0.left.weight_scale_inv"] == scale.tolist()
+
+    with_duo("shm", scenario)
 
 
 def test_an_engine_with_another_scale_fails_its_receipt(with_duo):

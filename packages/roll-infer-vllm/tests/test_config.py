@@ -107,10 +107,11 @@ def test_check_names_the_nearest_argument(run, capsys):
 # -- fp8 ---------------------------------------------------------------------------------------------------------------
 
 
-def test_fp8_starts_without_weights_and_with_our_quantization_method():
-    found = VllmConfig(quantization="fp8").engine_arguments()
-    assert (found["quantization"], found["load_format"]) == ("roll_fp8", "dummy")
-    assert VllmConfig(quantization="fp8").weight_format() == "fp8"
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block"])
+def test_fp8_starts_without_weights_and_with_our_quantization_method(quantization):
+    found = VllmConfig(quantization=quantization).engine_arguments()
+    assert (found["quantization"], found["load_format"]) == (f"roll_{quantization}", "dummy")
+    assert VllmConfig(quantization=quantization).weight_format() == quantization
     assert VllmConfig().weight_format() == "dtype"
     assert "quantization" not in VllmConfig().engine_arguments()
 
@@ -135,6 +136,38 @@ def test_mixtures_of_experts_are_refused_unless_only_adapters_are_published(key)
         VllmConfig(quantization=quantization).check_model({key: 0, "hidden_size": 64})
         with raises_error(ValueError, "experts"):
             VllmConfig(quantization=quantization).check_model({key: 8})
+
+
+QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+MLA = {"num_attention_heads": 128, "hidden_size": 7168, "q_lora_rank": 1536, "kv_lora_rank": 512}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "facts"),
+    [
+        (QWEN, 1, ()),
+        (QWEN, 2, ("num_attention_heads × head_dim", "896 / tensor_parallel_size 2 = 448", "128")),
+        ({**QWEN, "head_dim": 64, "num_attention_heads": 16}, 2, ("num_key_value_heads × head_dim", "128 /", "= 64")),
+        ({**QWEN, "head_dim": 128}, 2, ()),
+        (QWEN, 4, ("intermediate_size", "4864 / tensor_parallel_size 4 = 1216")),
+        ({**QWEN, "head_dim": 128, "intermediate_size": 5120, "num_attention_heads": 16}, 4, ()),  # shared keys
+        ({"hidden_size": 960}, 1, ("hidden_size 960",)),
+        ({"text_config": {"intermediate_size": 1536}}, 8, ("1536 / tensor_parallel_size 8 = 192",)),
+        ({"intermediate_size": 257}, 2, ("128.5",)),
+        ({**MLA, "moe_intermediate_size": 2048}, 16, ()),
+        ({**MLA, "moe_intermediate_size": 1408}, 2, ("moe_intermediate_size 1408",)),
+    ],
+)
+def test_sides_that_no_block_divides_are_refused(keys, ranks, facts):
+    """As vLLM does for edges between ranks and between fused matrices."""
+    keys = {**keys, "n_routed_experts": 0}
+    config = VllmConfig(quantization="fp8_per_block", tensor_parallel_size=ranks)
+    VllmConfig(quantization="fp8", tensor_parallel_size=ranks).check_model(keys)
+    if not facts:
+        config.check_model(keys)
+        return
+    with raises_error(ValueError, *facts):
+        config.check_model(keys)
 
 
 def problems(run, config, *overrides):

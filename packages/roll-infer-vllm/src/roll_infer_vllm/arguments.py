@@ -6,8 +6,8 @@ the role runs. A test and every engine start compare them with the arguments of 
 
 from __future__ import annotations
 
-QUANTIZATION = "roll_fp8"
-"""Name of our fp8 quantization method in vLLM's registry."""
+QUANTIZATION = {"fp8": "roll_fp8", "fp8_per_block": "roll_fp8_per_block"}
+"""Names in vLLM's registry of our quantization methods, by `quantization`."""
 _REASONS: dict[str, str] = {
     "is set by the role's model_args": """
         model model_weights tokenizer tokenizer_mode hf_config_path served_model_name revision code_revision
@@ -39,7 +39,7 @@ _REASONS: dict[str, str] = {
         default_mm_loras enable_mixed_moe_lora_format enable_moe_shared_loras enable_tower_connector_lora
         fully_sharded_loras max_lora_cls_labels specialize_active_lora
     """,
-    "is not supported: loaded weights could not be compared with the sent weights; quantization: fp8 is": """
+    "is not supported: loaded weights could not be compared with the sent weights; quantization is": """
         quantization_config allow_deprecated_quantization
     """,
     "is not supported: logprobs of drafted tokens have another meaning": """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, create_model, model_validator
 
 from roll_core.spec.config import PositiveInt, WeightFormat  # noqa: TC001 - pydantic reads the annotations
+from roll_core.spec.fp8 import BLOCK
 from roll_infer_vllm.arguments import PASSED_ON, QUANTIZATION, REJECTED
 from roll_modeling.architectures import assigned, check_engine, has_experts, package_folder
 from roll_modeling.engine_config import EngineConfig
@@ -62,9 +63,10 @@ class VllmConfig(_EngineKeys):
     scheduling_policy: Literal["fcfs", "priority"] = "priority"
     """Order in which waiting requests are scheduled: `priority` by request priority, then by arrival; `fcfs` by
     arrival."""
-    quantization: Literal["fp8"] | None = None
-    """`fp8`: the trainer sends linear layers' weights in fp8 (E4M3, one scale per row). The engine quantizes
-    activations to fp8 per token. It starts without weights (`load_format: dummy`)."""
+    quantization: Literal["fp8", "fp8_per_block"] | None = None
+    """`fp8`: the trainer sends linear layers' weights in fp8 (E4M3, one scale per row). `fp8_per_block`: also experts'
+    weights, with one scale per 128 × 128 block. The engine quantizes activations to fp8 per token, or per token and 128
+    columns. It starts without weights (`load_format: dummy`)."""
     endpoint_host: str = "127.0.0.1"
     """Address at which the OpenAI-compatible endpoint listens, without authentication. Other hosts can connect if it is
     an external address of the worker's host."""
@@ -73,28 +75,33 @@ class VllmConfig(_EngineKeys):
     def _check_quantization(self) -> VllmConfig:
         if self.quantization and "load_format" in self.model_fields_set and self.load_format != "dummy":
             raise ValueError(
-                f"load_format is {self.load_format}; with quantization: fp8 the engine starts without weights: remove"
-                " load_format"
+                f"load_format is {self.load_format}; with quantization: {self.quantization} the engine starts without"
+                " weights: remove load_format"
             )
         return self
 
     def adapter_problem(self) -> str:
         """Reason why the other keys do not permit an adapter; empty if they do."""
         if self.quantization:
-            return "quantization: fp8 starts without weights, and with an adapter no weight update sends the base model"
+            return (
+                f"quantization: {self.quantization} starts without weights, and with an adapter no weight update sends"
+                " the base model"
+            )
         return super().adapter_problem()
 
     def weight_format(self) -> WeightFormat:
-        """Format in which the trainer sends weights: `fp8` if `quantization` is set, otherwise the model's dtype."""
+        """Format in which the trainer sends weights: `quantization` if it is set, otherwise the model's dtype."""
         return self.quantization or "dtype"
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set."""
+        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set, and for sides no fp8 block fits."""
         if not self.enable_lora and has_experts(keys):
             raise ValueError(
                 "mixtures of experts are not supported: the experts loaded in vLLM cannot be read back, so the first"
                 " weight update would be rejected"
             )
+        if self.quantization == "fp8_per_block":
+            _check_blocks(keys, self.tensor_parallel_size)
 
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` unless vLLM implements the architecture or can run its transformers module."""
@@ -106,8 +113,35 @@ class VllmConfig(_EngineKeys):
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments passed to vLLM: keys that are set or have a default other than None."""
-        fp8 = {"quantization": QUANTIZATION, "load_format": "dummy"} if self.quantization else {}
-        return super().engine_arguments() | fp8
+        found = super().engine_arguments()
+        if self.quantization:
+            found |= {"quantization": QUANTIZATION[self.quantization], "load_format": "dummy"}
+        return found
+
+
+def _check_blocks(keys: Mapping[str, Any], num_ranks: int) -> None:
+    """Raise `ValueError` for the first matrix whose sides on a rank are not multiples of the block's 128.
+
+    Only keys that `keys` has are checked; vLLM checks the rest when it builds the model.
+    """
+    text = keys.get("text_config")
+    keys = {**keys, **text} if isinstance(text, dict) else keys
+    heads, hidden = keys.get("num_attention_heads"), keys.get("hidden_size")
+    sides = {name: (keys.get(name), 1) for name in ("hidden_size", "q_lora_rank", "kv_lora_rank")}
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        sides[name] = keys.get(name), num_ranks
+    if heads and hidden and "kv_lora_rank" not in keys:
+        head = keys.get("head_dim") or hidden // heads
+        groups = keys.get("num_key_value_heads") or heads
+        sides["num_attention_heads × head_dim"] = heads * head, num_ranks
+        sides["num_key_value_heads × head_dim"] = groups * head, min(num_ranks, groups)
+    for name, (size, parts) in sides.items():
+        if size and (size % parts or size // parts % BLOCK):
+            split = f" / tensor_parallel_size {parts} = {size / parts:g}" if parts > 1 else ""
+            raise ValueError(
+                f"{name} {size}{split} is not a multiple of {BLOCK}, the side of the blocks of fp8_per_block: use"
+                " quantization: fp8, which has scales per row, or fewer ranks"
+            )
 
 
 def _architectures() -> frozenset[str]:

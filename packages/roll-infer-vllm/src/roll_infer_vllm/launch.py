@@ -105,11 +105,11 @@ def _check_fp8(settings: VllmConfig, files: EngineFiles, model: ModelSpec, devic
     try:
         settings.check_model(files.text_config.to_dict())
     except ValueError as error:
-        raise ModelError(f"{who}: quantization: fp8: {error}") from error
+        raise ModelError(f"{who}: quantization: {settings.quantization}: {error}") from error
     if device != "cpu" and model.dtype != "bf16":
         raise ModelError(
-            f"{who}: model_args.dtype is {model.dtype}; on {device} quantization: fp8 computes in bf16: set"
-            " model_args.dtype: bf16 for this role"
+            f"{who}: model_args.dtype is {model.dtype}; on {device} quantization: {settings.quantization} computes in"
+            " bf16: set model_args.dtype: bf16 for this role"
         )
 
 

@@ -32,6 +32,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 
+from roll_core.spec.fp8 import BLOCK
 from roll_modeling.comparing import SIDES
 from roll_modeling.engine_weights import LoadedModel, LoadedTensor
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 ROWS = 256
 """Number of rows of the identity per multiplication."""
+BLOCK_SCALE = "weight_scale_inv"
+"""Parameter with the scales of an fp8 matrix per block, see `roll_infer_vllm.fp8`."""
 UNREADABLE = "_roll_unreadable"
 """Attribute of the model: by name, flat indices and values of the elements that a multiplication does not reproduce."""
 ADAPTER_SLOT = 0
@@ -50,7 +53,7 @@ ADAPTER_SLOT = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmTensor(LoadedTensor):
-    """Location of a tensor in vLLM's model; the parameter is `weight`, `bias` or `weight_scale`."""
+    """Location of a tensor in vLLM's model. The parameter is `weight`, `bias`, `weight_scale` or `weight_scale_inv`."""
 
     @property
     @override
@@ -62,6 +65,8 @@ class VllmTensor(LoadedTensor):
                 rows = module.output_sizes[self.index]
                 if isinstance(module, QKVParallelLinear) and self.index > 0:
                     rows //= module.num_kv_head_replicas
+            if self.parameter == BLOCK_SCALE:
+                return -(-rows // BLOCK), -(-module.input_size // BLOCK)
             columns = {"weight": (module.input_size,), "weight_scale": (1,)}
             return (rows, *columns.get(self.parameter, ()))
         if isinstance(module, VocabParallelEmbedding):
@@ -113,7 +118,8 @@ class VllmModel(LoadedModel):
         packed = at.parameter == "weight" and isinstance(module, LinearBase) and module.weight.numel() == 0
         local = self._unpacked(module) if packed else getattr(module, at.parameter).detach()
         if at.index is not None:
-            sizes = [size // module.tp_size for size in module.output_sizes]
+            height = BLOCK if at.parameter == BLOCK_SCALE else 1
+            sizes = [-(-size // module.tp_size // height) for size in module.output_sizes]
             local = local.split(sizes, dim=0)[at.index]
         elif isinstance(module, VocabParallelEmbedding):
             local = self._as_multiplied(module, local)
@@ -219,7 +225,7 @@ def _gathered(module: Any, at: VllmTensor, local: Tensor) -> Tensor:
     if size == 1 or not isinstance(module, LinearBase):
         return local
     if isinstance(module, RowParallelLinear):
-        return _all_gathered(local, 1) if at.parameter == "weight" else local
+        return _all_gathered(local, 1) if at.parameter in ("weight", BLOCK_SCALE) else local
     if not isinstance(module, ColumnParallelLinear):
         return local
     rows = _all_gathered(local.contiguous(), 0)

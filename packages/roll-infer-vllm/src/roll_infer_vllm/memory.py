@@ -28,7 +28,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
     if not isinstance(config, VllmConfig):
         raise TypeError(f"expected VllmConfig, got {type(config).__name__}")
     slots = config.slots_per_worker()
-    weights = weight_bytes(question, fp8=config.quantization is not None)[0] // slots
+    weights = weight_bytes(question, config.weight_format())[0] // slots
     cache, how = _cache(question, config, weights)
     return MemoryEstimate(
         uses=engine_uses(
@@ -38,7 +38,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
             cache_formula=how,
             sleeps=config.sleep_level > 0,
             bucket_mib=config.bucket_mib,
-            fp8=config.quantization is not None,
+            weight_format=config.weight_format(),
         ),
         savings=tuple(_savings(question, config, cache)),
     )

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+from roll_core.spec import fp8
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryItem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from roll_core.spec.config import WeightFormat
     from roll_core.spec.model import LayerSize
     from roll_core.spec.plan import MemoryInput
 
@@ -108,13 +110,13 @@ def engine_uses(
     cache_formula: str,
     sleeps: bool,
     bucket_mib: int,
-    fp8: bool = False,
+    weight_format: WeightFormat = "dtype",
 ) -> tuple[MemoryItem, ...]:
     """Memory of an engine's slot with its own cache: its part of the weights, the cache, and the bucket for updates.
 
     An engine that `sleeps` frees the cache, and also the weights if they are not in host memory.
     """
-    num_bytes, formula = weight_bytes(question, fp8=fp8)
+    num_bytes, formula = weight_bytes(question, weight_format)
     return (
         MemoryItem(
             what="weights",
@@ -132,17 +134,23 @@ def engine_uses(
     )
 
 
-def weight_bytes(question: MemoryInput, *, fp8: bool) -> tuple[int, str]:
+def weight_bytes(question: MemoryInput, weight_format: WeightFormat) -> tuple[int, str]:
     """Bytes of an engine's whole model, and their formula.
 
-    With `fp8`, the layers' matrices take one byte per element, plus four bytes per row for its scale.
+    In fp8 the layers' matrices take one byte per element, plus four bytes for the scale of each row, or of each block.
+    Only the latter format includes experts.
     """
     size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
-    if not fp8:
+    if weight_format == "dtype":
         return size * parameters, f"{size} × {millions(parameters)}"
     linears = [each for layer in question.model.layers for each in layer.linears]
     elements = sum(each.outputs * each.inputs for each in linears)
-    scales = 4 * sum(each.outputs for each in linears)
+    if weight_format == "fp8_per_block":
+        experts = sum(layer.experts for layer in question.model.layers)
+        scales = 4 * sum(-(-each.outputs // fp8.BLOCK) * -(-each.inputs // fp8.BLOCK) for each in linears)
+        elements, scales = elements + experts, scales + 4 * experts // fp8.BLOCK**2
+    else:
+        scales = 4 * sum(each.outputs for each in linears)
     rest = parameters - elements
     formula = f"({millions(elements)} + {size} × {millions(rest)} + scales {scales >> 10} KiB)"
     return elements + size * rest + scales, formula

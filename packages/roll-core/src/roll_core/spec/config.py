@@ -42,9 +42,10 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["fp32", "bf16", "fp16"]
 AUTO = "auto"
 """Value of `executor` that chooses among the installed executors."""
-WeightFormat = Literal["dtype", "fp8"]
+WeightFormat = Literal["dtype", "fp8", "fp8_per_block"]
 """Format in which an engine receives weights. `dtype`: all tensors in its `model_args.dtype`. `fp8`: the layers'
-matrices in E4M3 with one scale per row, all other tensors in that dtype."""
+matrices in E4M3 with one scale per row, all other tensors in that dtype. `fp8_per_block`: the same with one scale per
+128 × 128 block, for experts, too."""
 
 
 def _numbers_as_text(value: Any) -> Any:
@@ -479,7 +480,7 @@ class WorkerConfig(Config):
     """Ranks that share one replica of a trained or scored model. Default: determined by the strategy, otherwise 1. The
     data-parallel size is the number of ranks divided by it."""
     weight_format: WeightFormat = "dtype"
-    """Weight format of a role that generates: all tensors in `model_args.dtype`, or the layers' matrices in `fp8`.
+    """Weight format of a role that generates: all tensors in `model_args.dtype`, or the layers' matrices in fp8.
     Computed from `strategy_config`."""
     infer_batch_size: PositiveInt = 16
     """Sequences per microbatch if the role only computes logprobs or values."""
@@ -785,9 +786,9 @@ class WarningGuardConfig(GuardConfig):
     """`error` ends the run, `warn` logs a warning and continues, `off` disables the guard."""
 
 
-PROBE_BOUNDS: dict[WeightFormat, float] = {"dtype": 0.05, "fp8": 0.3}
+PROBE_BOUNDS: dict[WeightFormat, float] = {"dtype": 0.05, "fp8": 0.3, "fp8_per_block": 0.3}
 """Default thresholds for random tokens, most of which are unlikely, in nats. docs/guards.md has the measurements."""
-GAP_BOUNDS: dict[WeightFormat, float] = {"dtype": 0.05, "fp8": 0.1}
+GAP_BOUNDS: dict[WeightFormat, float] = {"dtype": 0.05, "fp8": 0.1, "fp8_per_block": 0.1}
 """Default thresholds for sampled tokens, in nats."""
 
 

@@ -34,7 +34,7 @@ class SyncPlan:
     dtype: str = ""
     """Dtype in which floating-point tensors are sent (safetensors' name, such as `BF16`); empty for their own dtype."""
     weight_format: WeightFormat = "dtype"
-    """`fp8`: matrices of layers are sent in fp8, see `roll_core.spec.fp8`."""
+    """Other than `dtype`: matrices of layers are sent in fp8, see `roll_core.spec.fp8`."""
     adapters: bool = False
     """True if only adapters are sent, to receivers that have loaded the base model."""
     bucket_bytes: int = 1 << 30

@@ -146,10 +146,10 @@ class WeightSender:
         if plan.self_test:
             return _self_test_tensors(self._device)
         exported = self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
-        if plan.weight_format == "fp8" and self.sends(plan):
+        if plan.weight_format != "dtype" and self.sends(plan):
             from roll_core.spec.fp8 import to_fp8
 
-            return to_fp8(exported, torch_dtype(plan.dtype) if plan.dtype else None)
+            return to_fp8(exported, torch_dtype(plan.dtype) if plan.dtype else None, plan.weight_format)
         return exported
 
     def _describe(self, plan: SyncPlan) -> Iterator[TensorEntry]:

@@ -351,7 +351,7 @@ def _check_support(
         raise UnsupportedError(f"{strategy} supports tasks {', '.join(tasks)}, but the role needs {role.task}")
     if worker.weight_format != "dtype":
         asks = f"{role.name}: strategy_config requests weights in {worker.weight_format}"
-        if why := platform.supports(worker.weight_format):
+        if why := platform.supports("fp8"):
             raise UnsupportedError(f"{asks}: {why}")
         if not role.model_from:
             raise UnsupportedError(f"{asks}, but no role publishes weights to it")
