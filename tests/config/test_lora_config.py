@@ -65,7 +65,7 @@ def registry():
     acme = Plugin(
         package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=providers
     )
-    return Registry([*hf_plugins(), acme])
+    return Registry([*hf_plugins("roll-strategy-fsdp2", "roll-strategy-megatron"), acme])
 
 
 @pytest.fixture
@@ -96,10 +96,24 @@ def test_targets_are_names_in_any_form_or_a_regular_expression(read, written, ta
 
 
 def test_every_key_arrives(read):
-    keys = "lora_rank: 4, lora_alpha: 6, additional_target: 'lm_head, norm', lora_export: adapter"
+    keys = (
+        "lora_rank: 4, lora_alpha: 6, additional_target: 'lm_head, norm', lora_export: adapter, use_rslora: true,"
+        " rank_pattern: {q_proj: 2}, alpha_pattern: {'0.*q_proj': 3}, target_parameters: [experts.down_proj]"
+    )
     text = SFT.replace("model_args:\n    lora_target: all-linear", f"model_args: {{lora_target: [q_proj], {keys}}}")
-    expected = LoraSpec(targets=("q_proj",), rank=4, alpha=6.0, extra_modules=("lm_head", "norm"), export="adapter")
+    expected = LoraSpec(
+        targets=("q_proj",),
+        rank=4,
+        alpha=6.0,
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"0.*q_proj": 3.0},
+        use_rslora=True,
+        parameters=("experts.down_proj",),
+        extra_modules=("lm_head", "norm"),
+        export="adapter",
+    )
     assert lora_spec(read(text).sft_train.model_args) == expected
+    assert lora_spec(read(SFT, "sft_train.model_args.use_dora=true").sft_train.model_args).use_dora
 
 
 @pytest.mark.parametrize("off", ["lora_rank=0", "lora_rank=null", "lora_target=null"])
@@ -142,10 +156,13 @@ def test_an_engine_that_asks_for_adapters_is_refused_where_nobody_trains_any(rea
     "override",
     [
         "actor_train.model_args.additional_target=[norm]",
+        "actor_train.model_args.use_dora=true",
+        "actor_train.model_args.target_parameters=[experts.down_proj]",
+        "actor_train.model_args.lora_target=[q_proj, model.embed_tokens]",
         "~actor_train.model_args",
         "actor_train.strategy_args.strategy_name=merged_train",
     ],
-    ids=["whole weights beside them", "only the critic's", "no export"],
+    ids=["whole weights beside them", "DoRA", "experts", "embeddings", "only the critic's", "no export"],
 )
 def test_an_engine_that_asks_for_adapters_is_refused_where_the_policy_sends_none(read, override):
     text = RLVR.replace("hf_infer}", "hf_infer, strategy_config: {enable_lora: true}}").replace(
@@ -171,6 +188,23 @@ def test_an_engine_that_only_evaluates_gets_adapters_or_is_refused(read, registr
     # A pipeline without a policy: only the run knows which role sends its weights.
     with raises_error(UnsupportedError, "actor_infer"):
         served_adapters(replace(role, model_from=""), read(text), registry)
+
+
+@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "ep_size"])
+def test_adapters_that_need_whole_weights_are_refused_on_shards(read, size):
+    text = SFT.replace("hf_train}", f"fsdp2_train, strategy_config: {{{size}: 2}}}}\n  device_mapping: [0, 1]")
+    for key in ("use_dora=true", "target_parameters=experts.down_proj"):
+        if (size, key) == ("ep_size", "use_dora=true"):
+            read(text, f"sft_train.model_args.{key}")
+            continue
+        with raises_error("ROLL-C018", size, key="sft_train.strategy_args.strategy_config"):
+            read(text, f"sft_train.model_args.{key}")
+
+
+@pytest.mark.parametrize("key", ["rank_pattern.q_proj=2", "alpha_pattern.q_proj=2", "use_dora=true"])
+def test_adapters_that_megatron_has_not_are_refused(read, key):
+    with raises_error("ROLL-C018", key="sft_train.strategy_args.strategy_config"):
+        read(SFT.replace("hf_train", "megatron_train"), f"sft_train.model_args.{key}")
 
 
 @pytest.mark.parametrize("role", ["actor_infer", "reference"])

@@ -52,6 +52,13 @@ def test_adapters_have_the_gradients(planned, num_parameters):
     assert amounts(trainer, "backward", "gradients", "optimizer") == 12 * adapters
 
 
+def test_adapters_of_every_kind_are_counted(planned, num_parameters):
+    keys = "lora_target=[q_proj,embed_tokens]", "lora_rank=3", "rank_pattern.q_proj=5", "use_dora=true"
+    trainer = role(planned(*(f"actor_train.model_args.{key}" for key in keys)), "actor_train")
+    adapters = 2 * (5 * (64 + 64) + 64) + 3 * (1000 + 64) + 64
+    assert amounts(trainer, "backward", "weights") == 4 * (num_parameters + adapters)
+
+
 def test_activations_by_hand(planned):
     keys = ("actor_train.model_args.disable_gradient_checkpointing=true", "actor_train.infer_batch_size=4")
     trainer = role(planned(*keys), "actor_train")

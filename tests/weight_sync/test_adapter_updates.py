@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
+from roll_core.spec.model import LoraSpec
 from roll_core.spec.weights import make_manifest
 from roll_modeling.buckets import Incoming
 from roll_modeling.comparing import compare_adapter, entries, refuse_adapter
@@ -16,6 +18,7 @@ from roll_modeling.engine_weights import collected, write_adapter
 from roll_testing.errors import raises_error
 
 RANK = 2
+LORA = LoraSpec(targets=("q_proj", "o_proj"), rank=RANK, alpha=2.0)
 ROOM = {
     "layers.0.q_proj.lora_A.weight": (4, 6),
     "layers.0.q_proj.lora_B.weight": (8, 4),
@@ -35,7 +38,7 @@ def adapter(**changes):
 
 def refuse(tensors):
     manifest = make_manifest(1, tensors.items())
-    refuse_adapter("engine rank 0", "Acme", manifest, RANK, [compare_adapter(entries(manifest), ROOM.__getitem__)])
+    refuse_adapter("engine rank 0", "Acme", manifest, LORA, [compare_adapter(entries(manifest), ROOM.__getitem__)])
 
 
 def test_an_adapter_of_some_layers_and_a_smaller_rank_fits():
@@ -93,6 +96,26 @@ def test_a_tensor_that_does_not_come_is_named():
     manifest, tensors = make_manifest(1, adapter().items()), adapter(**{"layers.0.q_proj.lora_B.weight": None})
     with raises_error(MissingTensorError, "q_proj.lora_B.weight", "version 1"):
         collected(Incoming("engine rank 0", manifest, iter(tensors.items())))
+
+
+def test_layers_of_a_smaller_rank_are_filled_up_with_zeros(tmp_path):
+    lora = LoraSpec(targets=("q_proj", "o_proj"), rank=4, alpha=4.0, rank_pattern={"q_proj": RANK})
+    tensors = adapter() | {
+        "layers.0.o_proj.lora_A.weight": torch.randn(4, 8),
+        "layers.0.o_proj.lora_B.weight": torch.randn(6, 4),
+    }
+    manifest = make_manifest(1, tensors.items())
+    fits = {"unknown": [], "shapes": {}}
+    refuse_adapter("engine rank 0", "Acme", manifest, lora, [fits])
+    with raises_error(CorruptTensorError, "layers.0.o_proj.lora_A.weight", "rank 4", "2"):
+        refuse_adapter("engine rank 0", "Acme", manifest, replace(lora, rank_pattern={".*": RANK}), [fits])
+    write_adapter(tmp_path, tensors, lora.max_rank)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    for layer in ("q_proj", "o_proj"):
+        names = [f"layers.0.{layer}.lora_{side}.weight" for side in "AB"]
+        a_RI, b_OR = (stored[f"base_model.model.{name}"] for name in names)
+        assert a_RI.shape[0] == b_OR.shape[1] == 4
+        torch.testing.assert_close(b_OR @ a_RI, tensors[names[1]] @ tensors[names[0]])
 
 
 def test_a_written_adapter_is_what_peft_reads(tmp_path):

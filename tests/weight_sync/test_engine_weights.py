@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
+from roll_core.spec.model import LoraSpec
 from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.weights import digest, make_manifest
 from roll_modeling.buckets import BucketInfo, Incoming
 from roll_modeling.engine_weights import AdapterWeights, EngineProcesses, LoadedModel, ModelWeights
 from roll_testing.errors import raises_error
 
+LORA = LoraSpec(targets=("q",), rank=1, alpha=1.0)
 WHO = "actor_infer rank 0"
 A, B = "layers.0.q.lora_A.weight", "layers.0.q.lora_B.weight"
 
@@ -137,7 +139,7 @@ def test_an_adapter_is_written_for_the_engine_and_read_back_without_the_buffers_
     sent = {A: torch.randn(1, 2), B: torch.randn(3, 1)}
     processes = Processes(model())
     processes.processes[0].buffers[A][:1], processes.processes[0].buffers[B][:, :1] = sent[A], sent[B]
-    found = update(AdapterWeights(processes, "actor_infer", 1), sent)
+    found = update(AdapterWeights(processes, "actor_infer", LORA), sent)
     assert found == {name: digest(each) for name, each in sent.items()}
     name, tensors = processes.loaded
     assert name == "actor_infer"
@@ -157,7 +159,7 @@ def test_an_adapter_that_does_not_fit_is_rejected(sent, error):
     processes = Processes(model())
     processes.processes[0].required = lambda names: ()
     with raises_error(error, WHO):
-        update(AdapterWeights(processes, "actor_infer", 1), sent)
+        update(AdapterWeights(processes, "actor_infer", LORA), sent)
     assert processes.loaded is None
 
 

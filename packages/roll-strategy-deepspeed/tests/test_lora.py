@@ -86,6 +86,20 @@ def test_adapters_that_are_exported_alone_make_the_merged_weights_of_those_benea
             np.testing.assert_allclose(merged[f"{layer}.weight"], beneath[f"{layer}.weight"] + b_OR @ a_RI, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"use_dora": True},
+        {"targets": ("embed_tokens", "q_proj"), "rank_pattern": {"q_proj": 2}, "use_rslora": True},
+    ],
+    ids=["DoRA", "embeddings and ranks"],
+)
+def test_adapters_of_other_kinds_are_trained_at_stage_3_as_at_stage_0(ranks, adapted, kind):
+    whole, sharded = (ranks(train, adapted(stage, **kind), STEPS)[0] for stage in (0, 3))
+    check_near("merged weights", sharded.after, whole.after, 1e-5)
+    assert any(not np.array_equal(each, whole.before[name]) for name, each in whole.after.items())
+
+
 def test_only_adapters_have_gradients_and_moments(ranks, adapted, case):
     adapters, whole = (ranks(hold, each, STEPS[0])[0] for each in (adapted(2), case))
     assert adapters["optimizer"] < whole["optimizer"] / 2

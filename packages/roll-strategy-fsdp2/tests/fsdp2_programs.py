@@ -127,7 +127,7 @@ def weights(strategy: TrainStrategy) -> dict[str, np.ndarray]:
 
 def adapters_alone(strategy: TrainStrategy, job: Job) -> dict[str, np.ndarray]:
     lora = job.model.get("lora")
-    alone = strategy.export_adapters() if lora and not lora.extra_modules else ()
+    alone = strategy.export_adapters() if lora == LORA else ()
     return {name: each.float().cpu().numpy().copy() for name, each in alone}
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,6 +36,14 @@ from roll_testing.models import LONGROPE, MULTIMODAL
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))
+RANKS = {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"0.mlp.up_proj": 3.0}}
+FUSED = LoraSpec(
+    targets=("q_proj", "embed_tokens", "lm_head"),
+    rank=2,
+    alpha=4.0,
+    rank_pattern={"gate_up_proj": 3},
+    parameters=("experts.gate_up_proj", "experts.down_proj"),
+)
 PHI3 = TINY | {"model_type": "phi3", "pad_token_id": 0}
 PHI3.pop("head_dim")
 GPT_OSS = TINY | {"model_type": "gpt_oss", "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 4}
@@ -72,6 +81,18 @@ JOBS = {
     ),
     "adapters": Job(world_size=2, model={"lora": LORA}),
     "adapters, 2 x 2, and whole modules": Job(world_size=4, model={"lora": EXTRA}, config={"fsdp_size": 2}),
+    "adapters of fused experts and embeddings, ranks by pattern, checkpointed": Job(
+        world_size=2, model={"random_init": MOE, "lora": FUSED, "gradient_checkpointing": True}
+    ),
+    "DoRA": Job(world_size=2, model={"lora": replace(LORA, use_dora=True, use_rslora=True)}),
+    "DoRA, bf16, checkpointed": Job(
+        world_size=2, model={"lora": replace(LORA, use_dora=True), "dtype": "bf16", "gradient_checkpointing": True}
+    ),
+    "tensor 2, adapters of an embedding, ranks by pattern": Job(
+        world_size=2,
+        config=TENSOR,
+        model={"lora": replace(LORA, targets=("embed_tokens", "o_proj", "up_proj"), **RANKS)},
+    ),
     "adapters on a critic, checkpointed": Job(
         world_size=2, model={"lora": LORA, "task": "value", "gradient_checkpointing": True}
     ),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from typing_extensions import override
 
+from roll_core.errors import UnsupportedError
 from roll_core.spec.weights import Digests, check_version
 from roll_core.types import WeightReceipt
 from roll_modeling.buckets import Incoming
@@ -194,30 +195,35 @@ class LoadedAdapter(Replaceable):
     """The single LoRA adapter of a model; the model serves its base weights until the first update."""
 
     def __init__(self, model: PreTrainedModel, lora: LoraSpec, *, role: str, rank: int) -> None:
-        """Raises `ModelError` if the model does not have the layers that `lora` names."""
+        """Raises `ModelError` if the model lacks layers that `lora` names, and `UnsupportedError` for embeddings."""
         super().__init__(role, rank)
-        self._lora_rank = lora.rank
+        self._lora = lora
         self._weights: dict[str, Tensor] = {}
         self._transposed: set[str] = set()
         """Paths of layers that store W as `[I, O]` (transformers' `Conv1D`)."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in target_layers(model, lora):
             layer = model.get_submodule(path)
-            weight = layer.get_parameter("weight")
+            if isinstance(layer, torch.nn.Embedding):
+                raise UnsupportedError(
+                    f"{self.who}: {path} is an embedding, whose adapter this engine cannot load: set enable_lora: false"
+                    " in its strategy_config, so that it receives merged weights"
+                )
+            weight, rank = layer.get_parameter("weight"), lora.rank_of(path)
             num_outputs, num_inputs = weight.shape
             if not isinstance(layer, torch.nn.Linear):  # transformers' Conv1D
                 self._transposed.add(path)
                 num_outputs, num_inputs = num_inputs, num_outputs
             self._weights[path] = weight
-            self._shapes[f"{path}.{SIDES[0]}"] = (lora.rank, num_inputs)
-            self._shapes[f"{path}.{SIDES[1]}"] = (num_outputs, lora.rank)
+            self._shapes[f"{path}.{SIDES[0]}"] = (rank, num_inputs)
+            self._shapes[f"{path}.{SIDES[1]}"] = (num_outputs, rank)
         self._base: dict[str, Tensor] = {}
         """Base weights W by layer path, for layers whose parameter has merged weights."""
 
     @override
     def compare(self, manifest: WeightManifest) -> None:
         mismatches = compare_adapter(entries(manifest), self._shapes.__getitem__)
-        refuse_adapter(self.who, ENGINE, manifest, self._lora_rank, [mismatches])
+        refuse_adapter(self.who, ENGINE, manifest, self._lora, [mismatches])
 
     @override
     def replace(self, manifest: WeightManifest, incoming: Incoming, *, shared: bool) -> Mapping[str, str]:

@@ -116,7 +116,7 @@ def act(model: nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:
 def adapter_arguments(lora: LoraSpec, device: str) -> Mapping[str, Any]:
     """Server arguments for serving this adapter and the base model. `enable_lora` comes from the user's config."""
     return {
-        "max_lora_rank": lora.rank,
+        "max_lora_rank": lora.max_rank,
         "lora_target_modules": list(LAYERS),
         "max_loras_per_batch": 2,
         **({"lora_backend": "torch_native"} if device == "cpu" else {}),

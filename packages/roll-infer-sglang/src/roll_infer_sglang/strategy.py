@@ -83,7 +83,7 @@ class SglangStrategy(InferStrategy):
         processes = self._processes = SglangProcesses(server, self._who, num_slots)
         self._weights: EngineWeights
         if model.lora is not None:
-            self._weights = AdapterWeights(processes, mesh.role, model.lora.rank)
+            self._weights = AdapterWeights(processes, mesh.role, model.lora)
         else:
             devices = slot_devices(mesh, num_slots)
             self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, devices)

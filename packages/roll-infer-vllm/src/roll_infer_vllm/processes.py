@@ -72,7 +72,10 @@ class VllmProcesses(EngineProcesses):
 
 def adapter_arguments(lora: LoraSpec) -> Mapping[str, Any]:
     """Engine arguments for serving this single adapter. Raises `WeightSyncError` if its rank exceeds vLLM's maximum."""
-    max_rank = next((rank for rank in RANKS if rank >= lora.rank), None)
+    max_rank = next((rank for rank in RANKS if rank >= lora.max_rank), None)
     if max_rank is None:
-        raise WeightSyncError(f"lora_rank is {lora.rank}; vLLM serves adapters of rank {RANKS[-1]} or less")
+        raise WeightSyncError(
+            f"the largest rank of lora_rank and rank_pattern is {lora.max_rank}; vLLM serves adapters of rank"
+            f" {RANKS[-1]} or less"
+        )
     return {"max_lora_rank": max_rank, "max_loras": 1, "max_cpu_loras": 1}

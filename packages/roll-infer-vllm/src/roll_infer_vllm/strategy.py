@@ -97,7 +97,7 @@ class VllmStrategy(InferStrategy):
         try:
             processes = self._processes = VllmProcesses(engine, self._who)
             if model.lora is not None:
-                self._weights = AdapterWeights(processes, mesh.role, model.lora.rank)
+                self._weights = AdapterWeights(processes, mesh.role, model.lora)
             else:
                 self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, slot_devices(mesh))
             await while_alive(engine, engine.collective_rpc("roll_prepare"))

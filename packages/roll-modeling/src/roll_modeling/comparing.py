@@ -15,6 +15,7 @@ from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedT
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+    from roll_core.spec.model import LoraSpec
     from roll_core.types import WeightManifest
 
 SIDES = ("lora_A.weight", "lora_B.weight")
@@ -110,11 +111,11 @@ def compare_adapter(
 
 
 def refuse_adapter(
-    who: str, engine: str, manifest: WeightManifest, rank: int, answers: Iterable[Mapping[str, Any]]
+    who: str, engine: str, manifest: WeightManifest, lora: LoraSpec, answers: Iterable[Mapping[str, Any]]
 ) -> None:
     """Raise for the first mismatch in the results of `compare_adapter`.
 
-    Also raises if A or B of a layer is not announced, or has another rank than `rank`. The errors are those of
+    Also raises if A or B of a layer is not announced, or has another rank than in `lora`. The errors are those of
     `refuse`.
     """
     refuse(who, engine, manifest, answers)
@@ -124,7 +125,7 @@ def refuse_adapter(
         other = f"{layer}.lora_{'B' if side.startswith('A') else 'A'}.weight"
         if other not in sent:
             raise MissingTensorError(f"{who}: {other} is not in the manifest, but {name} is")
-        found = shape[_rank_of(name)]
+        found, rank = shape[rank_dim(name)], lora.rank_of(layer)
         if found != rank:
             raise CorruptTensorError(f"{who}: {name} has rank {found}, the adapter {rank}")
 
@@ -133,10 +134,10 @@ def _fits(room: Sequence[int], name: str, shape: Sequence[int]) -> bool:
     """True if `shape` equals the slot's shape, except that its rank may be smaller."""
     if len(shape) != 2:
         return False
-    rank = _rank_of(name)
+    rank = rank_dim(name)
     return shape[rank] <= room[rank] and shape[1 - rank] == room[1 - rank]
 
 
-def _rank_of(name: str) -> int:
+def rank_dim(name: str) -> int:
     """Index of the rank dimension."""
     return 0 if name.endswith(SIDES[0]) else 1

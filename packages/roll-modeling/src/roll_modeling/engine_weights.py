@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from roll_core.spec.weights import Digests, torch_dtype
 from roll_modeling.buckets import BucketInfo, BucketWriter, opening_failure, read_bucket
-from roll_modeling.comparing import compare, compare_adapter, entries, refuse, refuse_adapter
+from roll_modeling.comparing import compare, compare_adapter, entries, rank_dim, refuse, refuse_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from roll_core.spec.model import LoraSpec
     from roll_core.types import WeightManifest
     from roll_modeling.buckets import Incoming
     from roll_modeling.comparing import EngineTensor
@@ -143,9 +144,9 @@ class ModelWeights(EngineWeights):
 class AdapterWeights(EngineWeights):
     """The single LoRA adapter, written in PEFT's format. The base model keeps its initial weights."""
 
-    def __init__(self, processes: EngineProcesses, name: str, rank: int) -> None:
-        """`name` is the adapter's name in requests, `rank` its rank."""
-        self._processes, self._name, self._rank = processes, name, rank
+    def __init__(self, processes: EngineProcesses, name: str, lora: LoraSpec) -> None:
+        """`name` is the adapter's name in requests."""
+        self._processes, self._name, self._lora = processes, name, lora
         memory = MEMORY if MEMORY.is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="roll-adapter-", dir=memory))
         self._zeros: dict[str, list[int]] = {}
@@ -155,7 +156,7 @@ class AdapterWeights(EngineWeights):
     async def compare(self, manifest: WeightManifest) -> None:
         processes = self._processes
         results = await processes.act("compare_adapter", entries(manifest))
-        refuse_adapter(processes.who, processes.engine, manifest, self._rank, results)
+        refuse_adapter(processes.who, processes.engine, manifest, self._lora, results)
         self._zeros = dict(results[0]["required"])
 
     @override
@@ -177,7 +178,7 @@ class AdapterWeights(EngineWeights):
         tensors = collected(incoming)
         some = next(iter(tensors.values()))
         tensors |= {name: some.new_zeros(shape) for name, shape in self._zeros.items()}
-        write_adapter(self._folder, tensors, self._rank)
+        write_adapter(self._folder, tensors, self._lora.max_rank)
 
 
 def collected(incoming: Incoming) -> dict[str, Tensor]:
@@ -188,15 +189,27 @@ def collected(incoming: Incoming) -> dict[str, Tensor]:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Write the adapter as peft does. B already contains the scale, so `lora_alpha` equals the rank."""
+    """Write the adapter as peft does. B already contains the scale, so `lora_alpha` equals the rank.
+
+    Layers of a smaller rank are filled up with zeros: engines store the parts of a fused layer with one rank.
+    """
     from safetensors.torch import save_file
 
     stored, written = folder / "adapter_model.safetensors", folder / "written"
-    save_file({f"base_model.model.{name}": each for name, each in tensors.items()}, written)
+    save_file({f"base_model.model.{name}": _padded(name, each, rank) for name, each in tensors.items()}, written)
     os.replace(written, stored)  # processes that have mapped the old file keep its content
     layers = sorted({name.rpartition(".lora_")[0] for name in tensors})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _padded(name: str, factor: Tensor, rank: int) -> Tensor:
+    """A `[R, I]` or B `[O, R]` of a layer with zeros up to `rank`."""
+    import torch
+
+    lacking = list(factor.shape)
+    lacking[rank_dim(name)] = rank - lacking[rank_dim(name)]
+    return torch.cat([factor, factor.new_zeros(lacking)], dim=rank_dim(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

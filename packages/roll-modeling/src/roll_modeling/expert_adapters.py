@@ -137,7 +137,7 @@ class ExpertAdapters:
         if layer is None:
             return weight
         delta_OI = self._of(layer, "B") @ self._of(layer, "A")
-        return delta_OI.mul_(self._lora.scale).add_(weight.float()).to(weight.dtype)
+        return delta_OI.mul_(self._lora.scale_of(layer.path)).add_(weight.float()).to(weight.dtype)
 
     def _of(self, layer: ExpertLayer, side: str) -> Tensor:
         stack: Tensor = self._factor(_factor(layer.path, side))

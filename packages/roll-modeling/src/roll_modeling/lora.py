@@ -1,13 +1,15 @@
 """Low-rank adapters on a Hugging Face model: target layers, the base model without adapters, and merged weights.
 
     y = x Wᵀ + scale · (x Aᵀ) Bᵀ          merged: W + scale · B A
+    DoRA: W' = m ⊙ V / ‖V‖                V = W + scale · B A, norms ‖V‖ and magnitudes m of its rows
 
 peft inserts the layers into the model itself, which keeps its class, forward pass and attributes. The layers are chosen
 here, by their whole paths: peft matches names, some of which it takes for the experts' parameters. Call `add_adapters`
 after loading, and before anything wraps, shards, fuses or optimises parameters. Everything else works with any storage
 of the parameters: for shards, pass a function `full` that returns the whole tensor.
 
-Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R].
+Shapes: I inputs and O outputs of a layer, R rank; W [O, I], A [R, I], B [O, R], m [O]. An embedding has I tokens, and
+stores W as [I, O]. Fused experts: E experts, W [E, O, I] or [E, I, O], A [E · R, I], B [O, R · E].
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 import re
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -28,12 +31,13 @@ from torch import nn
 from torch.func import functional_call
 
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError, WeightSyncError, one_line
+from roll_core.spec.model import pattern_key
 from roll_core.spec.weights import digest
 from roll_modeling.model import empty_model, load_tokenizer, quiet, scalar_head, text_parts
 from roll_modeling.module_programs import model_library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -46,6 +50,23 @@ ADAPTER = "default"
 """Name of the only adapter in peft."""
 ADAPTERS = "adapter_model.safetensors"
 """File name of peft's adapter weights."""
+FACTORS = {
+    f"lora_A.{ADAPTER}.weight": "A",
+    f"lora_B.{ADAPTER}.weight": "B",
+    f"lora_embedding_A.{ADAPTER}": "A",
+    f"lora_embedding_B.{ADAPTER}": "B",
+    f"lora_magnitude_vector.{ADAPTER}.weight": "m",
+}
+"""Symbols of the parameters that peft adds to a layer, by their names in it."""
+BASE = "base_model"
+"""Key of the base model's digest in the identity of adapters."""
+PEFT_WARNINGS = (
+    "fan_in_fan_out is set to",  # GPT-2 stores its matrices transposed
+    "While injecting the PEFT adapters",  # `target_modules` is empty, because the layers are given by their paths
+    "Already found a `peft_config` attribute",  # modules and parameters are injected one after the other
+    "The following \\w+_pattern keys did not match",  # `_check_patterns` knows better
+)
+"""Beginnings of warnings of peft on which users cannot act."""
 KERNEL_LAYERS = frozenset({"x_proj", "dt_proj", "out_proj"})
 """Layers of a state-space mixer (Mamba) that its kernels do not call."""
 
@@ -53,9 +74,9 @@ KERNEL_LAYERS = frozenset({"x_proj", "dt_proj", "out_proj"})
 def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
     """Add the adapters of `spec.lora` to `model`, and freeze all other parameters.
 
-    A is sampled with `spec.seed` and B is 0, so the model's outputs do not change. Adapters are float32 for every dtype
-    of the model. Raises `ModelError`, naming the nearest modules, for targets that the model does not have, and
-    `UnsupportedError` for a spec without adapters.
+    One factor is sampled with `spec.seed` and the other is 0, so the model's outputs do not change. Adapters are
+    float32 for every dtype of the model. Raises `ModelError`, naming the nearest modules, for targets that the model
+    does not have, and `UnsupportedError` for a spec without adapters.
     """
     if spec.lora is None:
         raise UnsupportedError("the model's spec has no adapters")
@@ -63,26 +84,35 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
 
     extra = _extra_modules(model, spec)
     targets = target_layers(model, spec.lora, extra, library=model_library(spec))
+    parameters = _target_parameters(model, spec.lora)
     _refuse_tied(model, [*targets, *extra])
+    _check_patterns(spec.lora, [*targets, *parameters])
     names = [name for name, _ in model.named_parameters()]
     config = LoraConfig(
         base_model_name_or_path=spec.path,
         r=spec.lora.rank,
         lora_alpha=spec.lora.alpha,
+        rank_pattern=dict(spec.lora.rank_pattern),
+        alpha_pattern=dict(spec.lora.alpha_pattern),
+        use_rslora=spec.lora.use_rslora,
+        use_dora=spec.lora.use_dora,
         lora_dropout=0.0,
         target_modules=_short(model, targets),
+        target_parameters=list(spec.lora.parameters) or None,
         modules_to_save=extra or None,
         task_type=_task_type(model, spec),
         inference_mode=True,
     )
-    adapted = replace(config, target_modules=[], inference_mode=False)
+    adapted = replace(config, target_modules=[], target_parameters=None, inference_mode=False)
     layers = {f"{path}.lora_A.weight": torch.empty(0) for path in targets}
     with quiet(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # GPT-2 stores its matrices transposed, and `layers` are not in the config: users cannot act on either.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to|While injecting the PEFT adapters")
+        warnings.filterwarnings("ignore", message="|".join(PEFT_WARNINGS))
         torch.manual_seed(spec.seed)
         try:
             inject_adapter_in_model(adapted, model, ADAPTER, state_dict=layers)
+            if parameters:  # peft takes them from the config only
+                fused = replace(adapted, target_parameters=parameters, modules_to_save=None)
+                inject_adapter_in_model(fused, model, ADAPTER)
         except ValueError as error:
             raise ModelError(f"lora_target: peft cannot adapt {type(model).__name__}: {one_line(error)}") from error
     model.eval()
@@ -90,6 +120,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
     for name, parameter in adapters.trained().items():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
     return adapters
 
 
@@ -139,7 +170,7 @@ class Adapters:
         self._check_loadable()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Trained parameters by name: A and B of every target, and the copies of extra modules."""
+        """Trained parameters by name: A, B and magnitudes of every target, and the copies of extra modules."""
         return {name: each for name, each in self.model.named_parameters() if _is_adapter(name)}
 
     def initial_factors(self) -> dict[str, Tensor]:
@@ -164,9 +195,9 @@ class Adapters:
     def merged(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the model with adapters merged, in the order of its parameters.
 
-        Merged weights are computed in float32, one at a time. They are new tensors in the weight's dtype. Parameters
-        without an adapter are the live parameters. `full` returns the whole tensor of a sharded parameter, and is
-        called on all ranks in the same order. Tied weights appear once.
+        Merged weights are computed in float32, one at a time, and one expert at a time. They are new tensors in the
+        weight's dtype. Parameters without an adapter are the live parameters. `full` returns the whole tensor of a
+        sharded parameter, and is called on all ranks in the same order. Tied weights appear once.
         """
         parameters = dict(self.model.named_parameters())
         if odd := self._names ^ {base_name(name) for name in parameters if not _is_adapter(name)}:
@@ -177,14 +208,16 @@ class Adapters:
         for name, parameter in parameters.items():
             if _is_adapter(name):
                 continue
-            owner, kind = _split(name)
             if ".original_module." in name:
                 copied = parameters[name.replace(".original_module.", f".modules_to_save.{ADAPTER}.", 1)]
                 yield base_name(name), full(copied).detach()
-            elif owner and kind == "weight":
-                a_RI, b_OR = (full(parameters[f"{owner}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
-                layer: Any = self.model.get_submodule(owner)
-                yield base_name(name), self._merge(full(parameter), a_RI, b_OR, transposed=layer.fan_in_fan_out)
+            elif owner := self._owner(name):
+                factors = {
+                    symbol: full(parameters[f"{owner}.{each}"])
+                    for each, symbol in FACTORS.items()
+                    if f"{owner}.{each}" in parameters
+                }
+                yield base_name(name), self._merge(full(parameter), owner, factors)
             else:
                 yield base_name(name), full(parameter).detach()
 
@@ -192,17 +225,21 @@ class Adapters:
     def exported(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
         """Tensors for `TrainStrategy.export_adapters`: A is the live parameter, B a new tensor that contains the scale.
 
-        Raises `UnsupportedError` if other modules are trained in full.
+        Raises `UnsupportedError` if anything else is trained.
         """
-        if self.lora.extra_modules:
+        trained = self.trained()
+        embedding = next((name for name in trained if ".lora_embedding_" in name), "")
+        if other := _not_served(self.lora) or embedding:
             raise UnsupportedError(
-                f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full: an engine with only the"
-                " adapters would lack it"
+                f"{other}: an engine that serves only A and B of linear layers would lack it; set enable_lora: false in"
+                " the engine's strategy_config, so that it receives merged weights"
             )
-        for name, parameter in self.trained().items():
+        for name, parameter in trained.items():
+            path, _, side = name.rpartition(".lora_")
             whole = full(parameter).detach()
-            scaled = whole * self.lora.scale if f".lora_B.{ADAPTER}." in name else whole
-            yield name.replace(f".{ADAPTER}.", "."), scaled
+            if side.startswith("B"):
+                whole = whole * self.model.get_submodule(path).scaling[ADAPTER]
+            yield name.replace(f".{ADAPTER}.", "."), whole
 
     def state_dict(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
         """Merged weights and the model's buffers under transformers' names. Tied weights appear once."""
@@ -212,9 +249,28 @@ class Adapters:
             base_name(name): each for name, each in buffers.items() if not _is_adapter(name)
         }
 
-    def _merge(self, weight: Tensor, a_RI: Tensor, b_OR: Tensor, *, transposed: bool) -> Tensor:
-        delta_OI = (b_OR.float() @ a_RI.float()).mul_(self.lora.scale)
-        return (delta_OI.T if transposed else delta_OI).add(weight.float()).to(weight.dtype)
+    def _owner(self, name: str) -> str:
+        """Path of the layer of peft that adapts the base parameter `name`; empty if there is none."""
+        owner, found, kind = name.rpartition(".base_layer.")
+        # The layers of fused experts are nested, each with one parameter.
+        while found and getattr(self.model.get_submodule(owner), "parameter_name", "weight") != kind:
+            owner, found, _ = owner.rpartition(".base_layer")
+        return owner if found else ""
+
+    def _merge(self, weight: Tensor, owner: str, factors: Mapping[str, Tensor]) -> Tensor:
+        """`weight` with the adapter of the layer at `owner`; `factors` are whole tensors, by their symbols."""
+        layer: Any = self.model.get_submodule(owner)
+        scale, base = layer.scaling[ADAPTER], layer.get_base_layer()
+        a_RI, b_OR = factors["A"].float(), factors["B"].float()
+        if weight.ndim == 3:
+            return _merged_experts(weight, a_RI, b_OR, scale, transposed=getattr(base, "is_transposed", False))
+        transposed = layer.fan_in_fan_out or isinstance(base, nn.Embedding)
+        delta_OI = (b_OR @ a_RI).mul_(scale)
+        merged = (delta_OI.T if transposed else delta_OI).add(weight.float())
+        if "m" in factors:
+            rows_OI = merged.T if transposed else merged
+            rows_OI.mul_((factors["m"].float() / rows_OI.norm(dim=1))[:, None])
+        return merged.to(weight.dtype)
 
     def identity(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Any]:
         """Values that must match between saved adapters and this model: base model digest, rank and alpha.
@@ -224,7 +280,7 @@ class Adapters:
         if not self._base_digest:
             base = {name: each for name, each in self.model.named_parameters() if not _is_adapter(name)}
             self._base_digest = weights_digest((base_name(name), full(each)) for name, each in base.items())
-        return {"base_model": self._base_digest, "rank": self.lora.rank, "alpha": self.lora.alpha}
+        return {BASE: self._base_digest} | lora_identity(self.lora)
 
     def check_identity(self, saved: Mapping[str, Any] | None, here: Mapping[str, Any], place: object) -> None:
         """Raise `CheckpointError` unless `saved`, the adapters' identity stored at `place`, equals `here`."""
@@ -232,12 +288,12 @@ class Adapters:
             raise CheckpointError(f"{place}: has a whole model, but this role trains adapters (lora_target)")
         if saved == here:
             return
-        if saved.get("base_model") != here["base_model"]:
+        if saved.get(BASE) != here[BASE]:
             source = self._spec.path or "the model of random_init"
             raise CheckpointError(f"{place}: its adapters were trained on a base model other than {source}")
+        others = [", ".join(f"{key} {value}" for key, value in each.items() if key != BASE) for each in (saved, here)]
         raise CheckpointError(
-            f"{place}: its adapters have rank {saved.get('rank')} and alpha {saved.get('alpha')}, but lora_rank is"
-            f" {here['rank']} and lora_alpha {here['alpha']:g}"
+            f"{place}: its adapters have {others[0]}, and this role's {others[1]} (lora_rank, lora_alpha)"
         )
 
     def also_targets(self, names: Iterable[str]) -> None:
@@ -295,24 +351,48 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
     return digest(torch.frombuffer(bytearray("\n".join(listed).encode()), dtype=torch.uint8))
 
 
+def lora_identity(lora: LoraSpec) -> dict[str, Any]:
+    """Values of `lora` that saved adapters must have too: those that determine the scales of B A."""
+    found: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha}
+    for key in ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
+        if value := getattr(lora, key):
+            found[key] = dict(value) if isinstance(value, Mapping) else value
+    return found
+
+
 def base_name(name: str) -> str:
     """Name of a parameter or buffer in the model without adapters."""
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name)
 
 
 def _stored_name(name: str) -> str:
     """Name of a trained parameter in peft's file, after its prefix."""
-    return name.replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}.", ".")
+    plain = name.replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}", "")
+    return plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def _is_adapter(name: str) -> bool:
-    return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name or f".modules_to_save.{ADAPTER}." in name
+    return any(name.endswith(f".{each}") for each in FACTORS) or f".modules_to_save.{ADAPTER}." in name
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Adapted layer that owns a base weight, and the weight's name in it; empty strings for other parameters."""
-    owner, found, kind = name.rpartition(".base_layer.")
-    return (owner, kind) if found else ("", "")
+def _not_served(lora: LoraSpec) -> str:
+    """Part of `lora` that A and B of linear layers do not contain, with its config key; empty if there is none."""
+    if lora.extra_modules:
+        return f"{', '.join(lora.extra_modules)} (additional_target)"
+    if lora.parameters:
+        return f"{', '.join(lora.parameters)} (target_parameters)"
+    return "use_dora" if lora.use_dora else ""
+
+
+def _merged_experts(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
+    """W + scale · B A of every expert; `transposed` if W is [E, I, O]. peft interleaves the experts in B."""
+    experts = weight.shape[0]
+    a_ERI, b_ORE = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts)
+    merged = torch.empty_like(weight)
+    for expert in range(experts):
+        delta_OI = (b_ORE[:, :, expert] @ a_ERI[expert]).mul_(scale)
+        merged[expert] = (delta_OI.T if transposed else delta_OI).add(weight[expert].float())
+    return merged
 
 
 # -- which modules -----------------------------------------------------------------------------------------------------
@@ -375,10 +455,11 @@ def target_layers(
 
     `extra` are the paths of modules that are trained in full. `all-linear` selects every linear layer except the output
     layer and indexers of sparse attention, which have no gradient; or those in the blocks of a model of a `library`.
-    Raises `ModelError`, naming the nearest modules, for
-    targets that the model does not have.
+    Raises `ModelError`, naming the nearest modules, for targets that the model does not have.
     """
     layers = _linear_layers(model)
+    if lora.targets != ("all-linear",):
+        layers |= {path: each for path, each in model.named_modules() if isinstance(each, nn.Embedding)}
     if library is None:
         trained = {id(each) for part in text_parts(model) for each in part.modules()}
         layers = {path: each for path, each in layers.items() if id(each) in trained}
@@ -395,8 +476,8 @@ def target_layers(
         found = [path for path in layers if re.fullmatch(lora.targets, path)]
         if not found:
             raise ModelError(
-                f"lora_target: the regular expression {lora.targets!r} matches the whole path of no linear layer of"
-                f" {type(model).__name__}; their paths are like {next(iter(layers), 'none')}"
+                f"lora_target: the regular expression {lora.targets!r} matches the whole path of no linear layer or"
+                f" embedding of {type(model).__name__}; their paths are like {next(iter(layers), 'none')}"
             )
     else:
         found = list(
@@ -419,7 +500,7 @@ def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key
     if others:
         kind = type(others[0])
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        reason = "only linear layers can have an adapter"
+        reason = "only linear layers and embeddings can have an adapter"
         if kind is nn.Linear:
             reason = "its module passes the weight to a kernel, which would ignore an adapter"
         raise ModelError(
@@ -429,6 +510,41 @@ def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key
     close = difflib.get_close_matches(name, sorted(lasts), n=1)
     hint = f"did you mean {close[0]!r}?" if close else _known(modules)
     raise ModelError(f"{key}: {type(model).__name__} has no module {name!r}; {hint}")
+
+
+def _target_parameters(model: PreTrainedModel, lora: LoraSpec) -> list[str]:
+    """Names of the parameters that `lora.parameters` selects. Raises `ModelError`, naming the nearest ones."""
+    known = {
+        name: each
+        for path, module in model.named_modules()
+        if path and not isinstance(module, (nn.Linear, nn.Embedding))
+        for name, each in ((f"{path}.{name}", each) for name, each in module.named_parameters(recurse=False))
+        if each.ndim == 3
+    }
+    found: list[str] = []
+    for target in lora.parameters:
+        names = [name for name in known if name == target or name.endswith(f".{target}")]
+        if not names:
+            hint = _known(known) if known else "it has none"
+            raise ModelError(
+                f"target_parameters: {type(model).__name__} has no parameter {target!r} with a matrix for each expert;"
+                f" {hint}"
+            )
+        found += names
+    return list(dict.fromkeys(found))
+
+
+def _check_patterns(lora: LoraSpec, paths: Sequence[str]) -> None:
+    """Raise `ModelError` for a pattern that matches no target: peft would ignore it."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(lora, key)
+        matched = {pattern_key(patterns, path) for path in paths}
+        for pattern in patterns:
+            if pattern not in matched:
+                raise ModelError(
+                    f"{key}: {pattern!r} matches no target, or an earlier key matches all of its targets;"
+                    f" {_known(paths)}"
+                )
 
 
 def _known(modules: Iterable[str]) -> str:

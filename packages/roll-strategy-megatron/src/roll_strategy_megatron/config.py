@@ -81,6 +81,13 @@ RECOMPUTATION = (
     "activation_offloading",
 )
 """Keys that configure gradient checkpointing."""
+NO_ADAPTERS = {
+    "rank_pattern": "remove it, or train with fsdp2_train",
+    "alpha_pattern": "remove it, or train with fsdp2_train",
+    "use_dora": "remove it, or train with fsdp2_train",
+    "target_parameters": "name the experts' layers in lora_target, such as mlp.experts.up_proj",
+}
+"""Keys of adapters that Megatron's layers do not have, with what to do instead."""
 MASTERS_APART = (
     "models in bf16 that are trained whole (model_args.dtype: bf16, no lora_target): of tensors in float32 Megatron can"
     " put no copies on the host"
@@ -318,6 +325,9 @@ class MegatronConfig(StrategyConfig):
                 f"model_args.disable_gradient_checkpointing is true, which disables recomputation: remove it"
                 f" or {', '.join(asked)}"
             )
+        for key, instead in NO_ADAPTERS.items():
+            if given.get(key):
+                raise ValueError(f"model_args.{key} is not implemented on Megatron's layers: {instead}")
         if self.optimizer_cpu_offload and (given.get("dtype") == "fp32" or given.get("lora_target")):
             raise ValueError(f"optimizer_cpu_offload is for {MASTERS_APART}")
 

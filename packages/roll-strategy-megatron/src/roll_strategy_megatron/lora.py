@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import ModelError, UnsupportedError
-from roll_modeling.lora import ADAPTER, add_adapters, base_name, weights_digest
+from roll_modeling.lora import ADAPTER, add_adapters, base_name, lora_identity, weights_digest
 from roll_modeling.model import empty_model
 from roll_strategy_megatron.adapters import Adapter, attach, cut_of, partial_factors
 from roll_strategy_megatron.bridge.bridge import Bridge, Shard, mark
@@ -228,7 +228,7 @@ class Lora:
             dtype = next(iter(self.base.held)).parameter.dtype
             beneath = self.base.export(lambda each: self.originals.get(each, each).detach(), dtype)
             self._digest = weights_digest((name, each.cpu()) for name, each in beneath)
-        return {"base_model": self._digest, "rank": self.lora.rank, "alpha": self.lora.alpha}
+        return {"base_model": self._digest} | lora_identity(self.lora)
 
     @contextmanager
     def off(self) -> Iterator[None]:

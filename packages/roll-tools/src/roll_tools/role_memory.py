@@ -321,16 +321,26 @@ def _vocab_size(config: RunConfig) -> int:
 def adapter_parameters(size: ModelSize, lora: LoraSpec) -> int:
     """Number of LoRA parameters, plus those of `extra_modules`, which are trained in full.
 
-    Each target matrix adds `rank × (inputs + outputs)`.
+    Each target matrix adds `rank × (inputs + outputs)`, and with DoRA its outputs. Those of fused experts are estimated
+    for experts of equal width.
     """
+    ends = {"embed_tokens": (size.vocab_size, size.hidden_size), "lm_head": (size.hidden_size, size.vocab_size)}
     count = 0
     for index, layer in enumerate(size.layers):
         for linear in layer.linears:
-            if _is_target(f"model.layers.{index}.{linear.path}", lora.targets):
-                count += lora.rank * (linear.inputs + linear.outputs)
-    for name in lora.extra_modules:
-        count += {"embed_tokens": size.embedding, "lm_head": size.vocab_size * size.hidden_size}.get(name, 0)
-    return count
+            path = f"model.layers.{index}.{linear.path}"
+            if _is_target(path, lora.targets):
+                count += lora.rank_of(path) * (linear.inputs + linear.outputs) + lora.use_dora * linear.outputs
+        if lora.parameters and layer.experts and layer.chosen:
+            # gate_up_proj and down_proj of experts of width w have rank × (2 × hidden + 3 × w) of 3 × hidden × w.
+            width = layer.active_width / layer.chosen
+            each = 2 / (3 * width) + 1 / size.hidden_size
+            count += math.ceil(lora.max_rank * layer.experts * each * min(1, len(lora.parameters) / 2))
+    if lora.targets != ("all-linear",):
+        for name, (inputs, outputs) in ends.items():
+            if _is_target(f"model.{name}", lora.targets):
+                count += lora.rank_of(f"model.{name}") * (inputs + outputs) + lora.use_dora * outputs
+    return count + sum(inputs * outputs for name, (inputs, outputs) in ends.items() if name in lora.extra_modules)
 
 
 def _is_target(path: str, targets: str | Sequence[str]) -> bool:

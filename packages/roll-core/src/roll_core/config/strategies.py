@@ -10,7 +10,15 @@ from roll_core.config.explain import Finding
 from roll_core.config.weight_transports import weight_finding
 from roll_core.errors import PluginError
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import EngineRewardConfig, InferWorkerConfig, ModelArguments, RunConfig, StrategyConfig
+from roll_core.spec.config import (
+    EMBEDDINGS,
+    MERGED_ONLY,
+    EngineRewardConfig,
+    InferWorkerConfig,
+    ModelArguments,
+    RunConfig,
+    StrategyConfig,
+)
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.model import model_keys
 from roll_core.spec.providers import (
@@ -318,7 +326,9 @@ class StrategyCheck:
             self.role["weight_format"] = weight_format
         if strategy.serves_adapters() and (why := self._no_adapters()):
             message = f"makes {name} load adapters separately, but {why}"
-            hint = "set lora_target in the model_args of the trained role, or remove the key"
+            hint = "remove the key: the engine then receives merged weights"
+            if not self.policy or not _trains_adapters(self.policy.get("model_args") or {}):
+                hint = "set lora_target in the model_args of the trained role, or remove the key"
             self.report(self.at_config, message, hint, code="ROLL-C014")
         source = (self.policy_role,) if self.policy else self.path
         keys = model_keys((self.policy or self.role).get("model_args"), pretrain)
@@ -349,8 +359,14 @@ class StrategyCheck:
             return "its weights are not trained"
         if not any(map(_trains_adapters, models)):
             return "the role that sends its weights trains no adapters"
-        if self.policy and models[0].get("additional_target"):
-            return f"{self.policy_role} also trains the whole weights of additional_target"
+        for key, reason in MERGED_ONLY.items() if self.policy else ():
+            if models[0].get(key):
+                return f"{self.policy_role}.model_args.{key} {reason}"
+        targets = models[0].get("lora_target")
+        names = targets.split(",") if isinstance(targets, str) else targets if isinstance(targets, list) else ()
+        ends = {str(name).strip().rpartition(".")[2] for name in names}
+        if self.policy and (embeddings := ends & EMBEDDINGS):
+            return f"{self.policy_role}.model_args.lora_target adapts the embedding {min(embeddings)}"
         if trainer is not None and not trainer.capabilities.adapter_export:
             return f"{trainer.name} of {self.policy_role} exports merged weights only"
         return ""

@@ -89,8 +89,28 @@ class Config(BaseModel):
 
 NAMES = re.compile(r"[\w.\s,-]*")
 """Matches module names separated by commas. Text with other characters is a regular expression."""
-LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "additional_target", "lora_export")
+LORA_KEYS = (
+    "lora_rank",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "lora_dropout",
+    "additional_target",
+    "target_parameters",
+    "lora_export",
+)
 """Keys that have an effect only together with `lora_target`."""
+
+MERGED_ONLY = {
+    "additional_target": "also trains whole weights",
+    "target_parameters": "adapts parameters of experts",
+    "use_dora": "also trains norms of whole weights",
+}
+"""Keys whose adapters no engine loads unmerged, with the reason."""
+EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in"})
+"""Names of the input embedding in transformers' models."""
 
 
 def _names(value: str | list[str] | None) -> tuple[str, ...]:
@@ -190,17 +210,30 @@ class ModelArguments(Config):
     trust_remote_code: bool = False
     """Run Python code that is stored with the model."""
     lora_target: str | list[str] | None = None
-    """Train low-rank adapters (LoRA) on these linear layers instead of the model's own weights. Names, `all-linear`, or
-    a regular expression that matches whole paths."""
+    """Train low-rank adapters (LoRA) on these linear layers and embeddings instead of the model's own weights. Names,
+    `all-linear`, or a regular expression that matches whole paths."""
     lora_rank: NonNegativeInt | None = 8
     """Rank of the adapters. 0 trains the whole model, whatever `lora_target` is."""
     lora_alpha: PositiveFloat | None = None
     """The adapters' output is scaled by `lora_alpha / lora_rank`. Default: twice `lora_rank`."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Ranks of some targets, by the end of their paths, for example `{q_proj: 32, 'layers.0.mlp.up_proj': 4}`. Keys may
+    be regular expressions."""
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    """`lora_alpha` of some targets, by keys as in `rank_pattern`."""
+    use_rslora: bool = False
+    """Scale the adapters' output by `lora_alpha / √lora_rank` (rsLoRA)."""
+    use_dora: bool = False
+    """Train the norm of each row of the adapted weights too (DoRA)."""
     lora_dropout: Fraction = 0.0
     """Must be 0: dropout is off in training, so that logprobs before and during an update come from the same
     function."""
     additional_target: str | list[str] | None = None
-    """Modules that are trained in full next to the adapters. Value and reward heads always are."""
+    """Modules that are trained in full next to the adapters (`modules_to_save` of peft). Value and reward heads always
+    are."""
+    target_parameters: str | list[str] | None = None
+    """Parameters with adapters that belong to no linear layer: the fused tensors of experts, for example
+    `[experts.gate_up_proj, experts.down_proj]`."""
     lora_export: Literal["merged", "adapter"] = "merged"
     """Content of `export/`: `merged`, the whole model with merged adapters; or `adapter`, only the adapters in peft's
     format."""
@@ -220,6 +253,10 @@ class ModelArguments(Config):
         """Module names of `additional_target`."""
         return _names(self.additional_target)
 
+    def parameter_targets(self) -> tuple[str, ...]:
+        """Parameter names of `target_parameters`."""
+        return _names(self.target_parameters)
+
     @model_validator(mode="after")
     def _adapters_make_sense(self) -> ModelArguments:
         if self.lora_target is None:
@@ -238,6 +275,14 @@ class ModelArguments(Config):
                 raise ValueError(f"lora_target has neither names nor a valid regular expression: {error}") from error
         elif "all-linear" in targets and len(targets) > 1:
             raise ValueError("lora_target: all-linear includes every linear layer; remove the other names")
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, key):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(f"{key}: {pattern!r} is not a valid regular expression: {error}") from error
+        if self.use_dora and self.target_parameters:
+            raise ValueError("use_dora does not apply to target_parameters, which are no linear layers; remove one")
         if self.lora_dropout:
             raise ValueError(
                 f"lora_dropout is {self.lora_dropout:g}, expected 0: dropout is off in training, so that logprobs"

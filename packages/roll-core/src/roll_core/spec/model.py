@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from roll_core.spec.providers import Task
 
@@ -22,11 +24,23 @@ class LoraSpec:
     trained."""
 
     targets: str | tuple[str, ...]
-    """Linear layers, named by their path or its end: `("q_proj", "v_proj")`. `("all-linear",)` selects all except the
-    head. A string is a regular expression that must match the whole path."""
+    """Linear layers and embeddings, named by their path or its end: `("q_proj", "v_proj")`. `("all-linear",)` selects
+    all linear layers except the head. A string is a regular expression that must match the whole path."""
     rank: int
     """Rank of the adapters: rows of A, columns of B."""
     alpha: float
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of some targets. A key is the end of a path, or a regular expression for it, as in peft; the first match
+    counts."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Values of alpha of some targets, by keys as in `rank_pattern`."""
+    use_rslora: bool = False
+    """Scale by `alpha / √rank` instead of `alpha / rank` (rsLoRA, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the norm of each row of W + scale · B A too (DoRA, arXiv:2402.09353)."""
+    parameters: tuple[str, ...] = ()
+    """Parameters with adapters that belong to no linear layer, named like `targets`: the tensors of fused experts,
+    `("experts.gate_up_proj",)`. Each expert has an A and a B."""
     extra_modules: tuple[str, ...] = ()
     """Modules, named like `targets`, that are trained in full next to the adapters. Value and reward heads always
     are."""
@@ -35,8 +49,31 @@ class LoraSpec:
 
     @property
     def scale(self) -> float:
-        """Factor on B A: `alpha / rank`."""
-        return self.alpha / self.rank
+        """Factor on B A of targets that match no pattern."""
+        return self._scale(self.rank, self.alpha)
+
+    @property
+    def max_rank(self) -> int:
+        """Upper bound of the ranks of all targets."""
+        return max(self.rank, *self.rank_pattern.values(), 0)
+
+    def rank_of(self, path: str) -> int:
+        """Rank of the target at `path`."""
+        key = pattern_key(self.rank_pattern, path)
+        return self.rank if key is None else self.rank_pattern[key]
+
+    def scale_of(self, path: str) -> float:
+        """Factor on B A of the target at `path`: alpha / rank, or alpha / √rank with `use_rslora`."""
+        key = pattern_key(self.alpha_pattern, path)
+        return self._scale(self.rank_of(path), self.alpha if key is None else self.alpha_pattern[key])
+
+    def _scale(self, rank: int, alpha: float) -> float:
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def pattern_key(patterns: Iterable[str], path: str) -> str | None:
+    """The first of `patterns` that matches `path` or its end, as peft matches them; None if none does."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

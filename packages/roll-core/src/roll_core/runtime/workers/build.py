@@ -15,7 +15,7 @@ from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.openmp import wanted_threads
 from roll_core.runtime.cluster.platform import values_of
-from roll_core.spec.config import RewardConfig, StrategyConfig
+from roll_core.spec.config import MERGED_ONLY, RewardConfig, StrategyConfig
 from roll_core.spec.diagnostics import RoleEnvironment
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.platform import HOST_BACKEND
@@ -118,13 +118,14 @@ def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> Lo
     engine = provider_of(role.name, config, registry)
     if not isinstance(engine, InferProvider) or not _settings(role.name, config, engine).serves_adapters():
         return None
-    lora = lora_spec(role_config(config, role.model_from).model_args) if role.model_from else None
+    args = role_config(config, role.model_from).model_args if role.model_from else None
+    lora = lora_spec(args) if args is not None else None
     trainer = provider_of(role.model_from, config, registry) if role.model_from else None
     exports = isinstance(trainer, TrainProvider) and trainer.capabilities.adapter_export
-    if lora is None or lora.extra_modules or not exports:
+    if lora is None or not exports or any(getattr(args, key) for key in MERGED_ONLY):
         raise UnsupportedError(
             f"{role.name}: strategy_config requests unmerged adapters, but {role.model_from or 'no role'} sends none:"
-            " train lora_target there without additional_target, with a strategy that exports adapters"
+            f" train lora_target there without {', '.join(MERGED_ONLY)}, with a strategy that exports adapters"
         )
     return lora
 
@@ -143,6 +144,11 @@ def lora_spec(args: ModelArguments) -> LoraSpec | None:
         targets=args.lora_targets(),
         rank=args.lora_rank,
         alpha=args.lora_alpha or 2.0 * args.lora_rank,
+        rank_pattern=args.rank_pattern,
+        alpha_pattern=args.alpha_pattern,
+        use_rslora=args.use_rslora,
+        use_dora=args.use_dora,
+        parameters=args.parameter_targets(),
         extra_modules=args.extra_modules(),
         export=args.lora_export,
     )
