@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ModelError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
+from roll_core.spec.providers import TrainProvider
 from roll_modeling.engine_files import engine_files
 from roll_modeling.model import load_model, quiet, scalar_head
-from roll_testing.errors import raises_error
+from roll_testing.bench import Case, built
+from roll_testing.errors import mentions, raises_error
+from roll_testing.losses import TRAINING
+from roll_testing.models import DEEPSEEK, write_checkpoint
+from roll_testing.train_kit import registry
 
 
 def equal(one, other):
@@ -162,3 +169,25 @@ def test_the_padding_is_that_of_the_tokenizer(tiny, tmp_path, stored, pad):
     spec = ModelSpec(path=str(tmp_path / "model"), tokenizer=str(tmp_path / "tokenizer"))
     model = load_model(spec)
     assert model.config.pad_token_id == model.generation_config.pad_token_id == pad
+
+
+def test_layers_that_predict_several_tokens_are_dropped_with_a_warning(tmp_path, caplog):
+    spec = write_checkpoint(tmp_path / "in", DEEPSEEK, task="causal_lm", vocab_size=61)
+    description, weights = tmp_path / "in" / "config.json", tmp_path / "in" / "model.safetensors"
+    keys = json.loads(description.read_text(encoding="utf-8")) | {"num_nextn_predict_layers": 1}
+    description.write_text(json.dumps(keys), encoding="utf-8")
+    stored = load_file(weights)
+    extra = f"model.layers.{keys['num_hidden_layers']}.eh_proj.weight"
+    save_file(stored | {extra: torch.zeros(2)}, weights, metadata={"format": "pt"})
+    record = registry().find(TrainProvider, "hf_train")
+    case = Case(provider=record, strategy_config={}, model=spec, training=TRAINING, master_port=0)
+    with caplog.at_level(logging.WARNING), built(case, 0) as strategy:
+        published = [name for name, _ in strategy.export_weights()]
+        strategy.export_model(tmp_path / "out")
+    (said,) = [each.getMessage() for each in caplog.records if each.name == "roll_modeling.pieces"]
+    assert mentions(said, extra)
+    assert extra not in published
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == stored.keys()
+    caplog.clear()
+    with built(case.with_(training=None), 0):
+        assert not [each for each in caplog.records if each.name == "roll_modeling.pieces"]

@@ -15,6 +15,7 @@ from roll_testing.ranks import shared_host
 sys.path.append(str(Path(__file__).parent))
 
 IMPORT_MEGATRON = [
+    "test_architectures.py",
     "test_arrangements.py",
     "test_attention.py",
     "test_balancing.py",

@@ -48,6 +48,9 @@ DIVISIONS = {
     "qwen3_moe, no dense layers": Division(
         model_type="qwen3_moe", keys={"intermediate_size": 31}, config=TENSOR, fits=True
     ),
+    "qwen3_moe, dense layers between": Division(
+        model_type="qwen3_moe", keys={"intermediate_size": 31, "mlp_only_layers": [0]}, config=TENSOR
+    ),
     "deepseek_v3, dense": Division(
         model_type="deepseek_v3", keys={"intermediate_size": 31, "first_k_dense_replace": 1}, config=TENSOR
     ),

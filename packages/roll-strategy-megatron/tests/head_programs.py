@@ -32,6 +32,11 @@ class Problem:
     request: HeadRequest
     ids_NK: np.ndarray | None = None
     """Given ids; the upstream gradient of the k-th is that of the logprobs, times k + 1."""
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def head(self, weight_VH):
+        return LinearHead(weight=weight_VH, scale=self.scale, softcap=self.softcap)
 
 
 def slopes_of_ids(problem):
@@ -66,7 +71,7 @@ def head_and_gradients(rank, size, port, problem):
         hidden_NH = torch.tensor(problem.hidden_NH, dtype=torch.float32, requires_grad=True)
         targets_N = torch.from_numpy(problem.targets_N)
         ids_NK = None if problem.ids_NK is None else torch.from_numpy(problem.ids_NK)
-        found = sharded_head_outputs(hidden_NH, weight_VH, targets_N, problem.request, share, ids_NK)
+        found = sharded_head_outputs(hidden_NH, problem.head(weight_VH), targets_N, problem.request, share, ids_NK)
         slopes_2N = torch.from_numpy(problem.slopes_2N).float()
         loss = (found.logprobs_N * slopes_2N[0]).sum()
         if problem.request.entropy and problem.request.entropy_grad:
@@ -106,7 +111,14 @@ def comparison_and_gradients(rank, size, port, problem, ahead):
         slopes_N = torch.from_numpy(problem.slopes_2N[0]).float()
         shards = ExchangedIds(group, vocabulary, rows)
         values_N = sharded_comparison(
-            hidden_NH, weight_VH, own, other_NH, reverse_kl, problem.request, slopes_N if ahead else None, shards
+            hidden_NH,
+            problem.head(weight_VH),
+            own,
+            other_NH,
+            reverse_kl,
+            problem.request,
+            slopes_N if ahead else None,
+            shards,
         )
         (values_N * slopes_N).sum().backward()
         return values_N.detach().numpy(), hidden_NH.grad.numpy(), weight_VH.grad.numpy()[: share.num_real]
@@ -127,6 +139,6 @@ def most_bytes(rank, size, port, problem):
         hidden_NH = torch.tensor(problem.hidden_NH, dtype=torch.float32, requires_grad=True)
         targets_N = torch.from_numpy(problem.targets_N)
         with LiveBytes([weight_VH, hidden_NH, targets_N]) as count:
-            found = sharded_head_outputs(hidden_NH, weight_VH, targets_N, problem.request, share)
+            found = sharded_head_outputs(hidden_NH, problem.head(weight_VH), targets_N, problem.request, share)
             (found.logprobs_N.sum() + found.entropy_N.sum()).backward()
         return count.most

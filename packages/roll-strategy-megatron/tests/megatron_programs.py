@@ -73,11 +73,19 @@ def offloaded(rank, case: Case, step) -> tuple[list[int], dict, dict]:
     return found, *trained
 
 
-def score_and_train(rank, case: Case, batch, steps, want=WANT):
-    """Outputs of the new model, what each step says, and the weights in the end."""
+def score_and_train(rank, case: Case, batch, steps, want=WANT, out="", state=""):
+    """Outputs of the new model, what each step says, and the weights in the end.
+
+    These also as a directory `out`, and all that is needed to go on in `state`.
+    """
     with built(case, rank) as strategy:
         before, scored = weights(strategy), outputs(strategy, batch, want)
         stats = [take_step(strategy, step) for step in steps]
+        if out:
+            strategy.export_model(Path(out))
+            mine = Path(state) / f"rank-{rank}"
+            mine.mkdir(parents=True)
+            strategy.save(mine)
         return {
             "place": strategy.data_rank,
             "before": before,

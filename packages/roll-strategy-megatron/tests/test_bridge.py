@@ -36,28 +36,24 @@ DENSE = {key: value for key, value in QWEN3.items() if key != "model_type"}
 def brought(tmp_path_factory):
     """A package that describes an architecture of its own, on the path before the ranks start."""
     folder = tmp_path_factory.mktemp("acme")
-    (folder / "acme_seed_oss.py").write_text(
+    (folder / "acme_helium.py").write_text(
         textwrap.dedent(
             """
-            from copy import copy
-
-            from roll_strategy_megatron.bridge.architectures import COMMON, DENSE_MLP, QKV_BIAS, dense
+            from roll_strategy_megatron.bridge.architectures import COMMON, DENSE_MLP, dense
             from roll_strategy_megatron.bridge.rules import Architecture
 
             def settings(config):
-                without = copy(config)
-                without.attention_bias = False
-                return {**dense(without), "add_qkv_bias": True}
+                return {**dense(config), "rotary_interleaved": True}
 
-            ARCHITECTURE = Architecture(rules=(*COMMON, *QKV_BIAS, *DENSE_MLP), settings=settings)
+            ARCHITECTURE = Architecture(rules=(*COMMON, *DENSE_MLP), settings=settings)
             """
         )
     )
-    info = folder / "acme_seed_oss-1.0.dist-info"
+    info = folder / "acme_helium-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-seed-oss\nVersion: 1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-helium\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[roll.megatron_architectures]\nseed_oss = acme_seed_oss:ARCHITECTURE\nbroken = acme_seed_oss:NOTHING\n"
+        "[roll.megatron_architectures]\nhelium = acme_helium:ARCHITECTURE\nbroken = acme_helium:NOTHING\n"
     )
     sys.path.append(str(folder))
     yield
@@ -104,6 +100,25 @@ def test_tensors_of_the_files_that_nothing_takes_are_listed(host, tmp_path):
     assert mentions(refusal(host, case), "model.layers.0.self_attn.sinks")
 
 
+def test_layers_that_predict_several_tokens_are_left_out(host, tmp_path):
+    """Other layers beyond the last one are not."""
+    case = case_of(tmp_path, DEEPSEEK)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    last = config["num_hidden_layers"]
+    extra = [
+        f"model.layers.{last}.eh_proj.weight",
+        f"model.layers.{last}.mlp.experts.0.up_proj.weight",
+        "mtp.fc.weight",
+    ]
+    change_files(tmp_path, lambda tensors: tensors.update({name: torch.zeros(4) for name in extra}))
+    (answer,) = host.run(score_and_train, case, make_batch(61), [], timeout_s=100)
+    assert not set(extra) & set(answer["before"])
+    beyond = f"model.layers.{last + 1}.eh_proj.weight"
+    change_files(tmp_path, lambda tensors: tensors.update({beyond: torch.zeros(4)}))
+    assert mentions(refusal(host, case), beyond)
+
+
 def test_tensors_that_the_files_lack_are_listed(host, tmp_path):
     case = case_of(tmp_path, QWEN3)
 
@@ -130,14 +145,22 @@ def test_tensors_of_another_shape_are_named(host, tmp_path):
         (DEEPSEEK | {"num_experts_per_tok": 2}, "num_experts_per_tok 2 is not twice topk_group 2"),
         (DEEPSEEK | {"rms_norm_eps": 1e-5}, "transformers norms latents with 1e-06"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias is true"),
-        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act is gelu"),
         (
-            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-            "its layers attend in different ways",
+            {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}},
+            "rotary embeddings of type 'dynamic' are not supported",
         ),
         (
-            {"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}},
-            "rotary embeddings of type 'yarn' are not supported",
+            {
+                "model_type": "glm4",
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+            "rotary embeddings with an attention factor of 1.1386",
         ),
     ],
     ids=[
@@ -145,13 +168,29 @@ def test_tensors_of_another_shape_are_named(host, tmp_path):
         "other norms",
         "biases",
         "another activation",
-        "windows in some layers",
         "another rotation",
+        "a scaled rotation of half a head",
     ],
 )
 def test_what_megatrons_layers_would_compute_otherwise_is_refused(host, tmp_path, model, said):
     rest = {} if model["model_type"] == "deepseek_v3" else DENSE
     assert said in refusal(host, case_of(tmp_path, rest | model))
+
+
+@pytest.mark.parametrize(
+    ("key", "refused", "taken"),
+    [("moe_router_score_function", "softmax", "sigmoid"), ("add_bias_linear", True, False)],
+    ids=["a bias beside softmax scores, ERNIE 4.5's", "biases of experts that are split, gpt-oss'"],
+)
+def test_megatron_itself_refuses_what_check_refuses(host, key, refused, taken):
+    settings = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 4}
+    settings |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    settings |= {"add_bias_linear": False, "gated_linear_unit": True}
+    config = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert host.run(configure, settings | {key: taken}, config) == (None,)
+    (error,) = host.run(configure, settings | {key: refused}, config)
+    assert error is not None
+    assert error.kinds[0] == ModelError.__name__
 
 
 NOT_CUT = [
@@ -176,7 +215,7 @@ def test_some_models_are_not_cut_without_sequence_parallel(host, tmp_path, model
 
 
 def test_another_package_brings_an_architecture(host, tmp_path):
-    model = DENSE | {"model_type": "seed_oss", "residual_dropout": 0.0}
+    model = DENSE | {"model_type": "helium"}
     case, batch = case_of(tmp_path, model), make_batch(61, seed=10)
     (answer,) = host.run(score_and_train, case, batch, [], timeout_s=100)
     from megatron_programs import WANT

@@ -133,6 +133,39 @@ def test_a_model_that_does_not_come_out_even_is_refused_with_the_arithmetic(tmp_
         assert said in refusal(tmp_path, config=json.dumps(keys), model=json.dumps(where))
 
 
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "named"),
+    [
+        ({"model_type": "qwen3_next"}, {}, ["qwen3_next", "GatedDeltaNet"]),
+        ({"model_type": "deepseek_v32"}, {}, ["deepseek_v32", "DSAttention"]),
+        ({"model_type": "ernie4_5_moe"}, {}, ["ernie4_5_moe"]),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, SPLIT, ["gpt_oss", "expert_tensor_parallel_size: 1"]),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, {}, ["mxfp4"]),
+        ({"model_type": "llama", "attention_bias": True}, {}, ["attention_bias"]),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, {}, ["attention_out_bias"]),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, {}, ["clip_qkv"]),
+        ({"model_type": "dots1", "norm_topk_prob": False}, {}, ["norm_topk_prob"]),
+        ({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}, {}, ["topk_method"]),
+        ({"model_type": "deepseek_v3", "n_group": 8, "topk_group": 4, "num_experts_per_tok": 4}, {}, ["topk_group"]),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, {}, ["longrope"]),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            {},
+            ["dynamic"],
+        ),
+    ],
+)
+def test_what_megatrons_layers_cannot_compute_is_found_by_check(tmp_path, model, keys, named):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    values = {"config": json.dumps(keys), "model": f"{{model_name_or_path: {tmp_path / 'model'}}}"}
+    assert [key for _, key in mistakes(tmp_path, **values)] == [AT_CONFIG]
+    assert mentions(refusal(tmp_path, **values), *named)
+
+
 def test_a_model_that_comes_out_even_is_fine(tmp_path):
     keys = {
         "pipeline_model_parallel_size": 4,

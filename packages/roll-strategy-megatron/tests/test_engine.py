@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import pytest
 import test_router_replay
 import torch
+from architectures import MODELS
 from megatron_programs import (
     DEEPSEEK,
     MIXTURE,
@@ -74,8 +75,14 @@ QUICK = {
     "experts together, ep 2": engine(2, MIXTURE, config={"ep": 2}),
     "experts together, ep 2, tp 2, sp": engine(2, MIXTURE, config={"ep": 2, "tp": 2, "etp": 1, "sp": True}),
     "deepseek, cp 2, ep 2": engine(2, DEEPSEEK, config={"cp": 2, "ep": 2}),
+    "gemma 3, tp 2, sp": engine(2, MODELS["gemma3_text"], config={"tp": 2, "sp": True}),
 }
 PRODUCTS = {
+    "olmo 2, tp 2, sp": engine(2, MODELS["olmo2"], config={"tp": 2, "sp": True}),
+    "qwen2_moe, experts together, ep 2, tp 2, sp": engine(
+        2, MODELS["qwen2_moe"], config={"ep": 2, "tp": 2, "etp": 1, "sp": True}
+    ),
+    "glm4, tp 2": engine(2, MODELS["glm4"], config={"tp": 2}),
     "mistral, window": engine(1, MISTRAL),
     "llama, scaled rotation": engine(1, LLAMA),
     "pp 2, tied": engine(2, TIED, config={"pp": 2}),
@@ -223,6 +230,8 @@ def test_it_goes_on_where_other_layers_have_left_off(run, tmp_path):
     ("model", "config", "environment", "kind", "named"),
     [
         (MISTRAL, ENGINE | sizes(cp=2), {}, UnsupportedError, ["context_parallel_size"]),
+        (MODELS["gemma2"], ENGINE, {}, UnsupportedError, ["soft-capped"]),
+        (MODELS["gpt_oss"], ENGINE, {}, UnsupportedError, ["sinks"]),
         (MIXTURE, {"moe_grouped_gemm": True}, {}, UnsupportedError, ["moe_grouped_gemm: true", "cpu"]),
         (QWEN3, {"attention_backend": "flash"}, {}, UnsupportedError, ["attention_backend: flash"]),
         (
@@ -233,7 +242,14 @@ def test_it_goes_on_where_other_layers_have_left_off(run, tmp_path):
             ["NVTE_FLASH_ATTN", "1", "attention_backend: fused", "0"],
         ),
     ],
-    ids=["window over ranks", "grouped on a CPU", "backend of other layers", "variables that contradict"],
+    ids=[
+        "window over ranks",
+        "soft-capped scores",
+        "sinks",
+        "grouped on a CPU",
+        "backend of other layers",
+        "variables that contradict",
+    ],
 )
 def test_what_cannot_be_is_refused_by_name(run, tmp_path, model, config, environment, kind, named):
     ranks = config.get("context_parallel_size", 1)

@@ -30,7 +30,7 @@ def host():
     found.close()
 
 
-def problem_of(request, *, tokens=9, vocabulary=61, hidden=8, scale=1.0, seed=0, ids=0):
+def problem_of(request, *, tokens=9, vocabulary=61, hidden=8, scale=1.0, seed=0, ids=0, factor=1.0, softcap=0.0):
     rng = np.random.default_rng(seed)
     return Problem(
         hidden_NH=rng.normal(size=(tokens, hidden)),
@@ -39,6 +39,8 @@ def problem_of(request, *, tokens=9, vocabulary=61, hidden=8, scale=1.0, seed=0,
         slopes_2N=rng.normal(size=(2, tokens)),
         request=request,
         ids_NK=rng.integers(0, vocabulary, size=(tokens, ids)) if ids else None,
+        scale=factor,
+        softcap=softcap,
     )
 
 
@@ -49,7 +51,10 @@ def in_float64(problem):
         torch.tensor(each.astype(np.float32).astype(np.float64), requires_grad=True)
         for each in (problem.hidden_NH, problem.weight_VH)
     )
-    logp_NV = torch.log_softmax(hidden_NH @ weight_VH.T / request.temperature, dim=1)
+    logits_NV = hidden_NH @ weight_VH.T * problem.scale
+    if problem.softcap:
+        logits_NV = problem.softcap * torch.tanh(logits_NV / problem.softcap)
+    logp_NV = torch.log_softmax(logits_NV / request.temperature, dim=1)
     chosen_N = logp_NV.gather(1, torch.from_numpy(problem.targets_N)[:, None])[:, 0]
     entropy_N = -torch.xlogy(logp_NV.exp(), logp_NV.exp()).sum(dim=1)
     slopes_2N = torch.from_numpy(problem.slopes_2N.astype(np.float32))
@@ -85,6 +90,12 @@ def in_float64(problem):
         pytest.param(4, HeadRequest(topk=1), {"vocabulary": 5}, id="the first choice, and a rank with padding alone"),
         pytest.param(2, HeadRequest(topk=1), {"tokens": 0}, id="the first choice of no tokens"),
         pytest.param(3, HeadRequest(entropy=True, temperature=0.7, chunk_tokens=4), {"ids": 5}, id="given ids"),
+        pytest.param(
+            4,
+            HeadRequest(entropy=True, topk=3, temperature=0.7, chunk_tokens=4),
+            {"vocabulary": 5, "factor": 0.5, "softcap": 1.5},
+            id="scaled and soft-capped logits, and a rank with padding alone",
+        ),
         pytest.param(4, HeadRequest(), {"vocabulary": 5, "ids": 5}, id="given ids, and a rank with padding alone"),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from architectures import MODELS
 from megatron_programs import MIXTURE, adapters_around, resume, save_after, score_and_train, train_and_export
 from peft import PeftModel
 from torch import nn
@@ -64,6 +65,7 @@ def steps(number, task="causal_lm"):
     [
         pytest.param(QWEN3, SOME, SP, 2, "causal_lm", id="tensor and sequence"),
         pytest.param(FOUR, ALL, VPP, 2, "causal_lm", id="interleaved stages"),
+        pytest.param(MODELS["phi3"], ALL, SP, 2, "causal_lm", id="fused layers, tensor and sequence"),
         pytest.param(QWEN3, SOME, TP, 4, "causal_lm", id="tensor and data", marks=pytest.mark.slow),
         pytest.param(QWEN3, ALL, CP, 2, "causal_lm", id="context", marks=pytest.mark.slow),
         pytest.param(QWEN3, WITH_NORMS, SP, 2, "causal_lm", id="beside whole modules", marks=pytest.mark.slow),
@@ -217,8 +219,9 @@ def test_factors_in_float32_resume_beside_whole_modules_in_bf16(host, tmp_path):
         (QWEN3, replace(SOME, targets=("q_prj",)), ModelError, "did you mean 'q_proj'?"),
         (QWEN3, replace(ALL, targets=("o_proj",), extra_modules=("q_proj",)), UnsupportedError, "in one tensor"),
         (MIXTURE, replace(EXPERTS, targets=("up_proj",)), ModelError, "up_proj"),
+        (MODELS["qwen2_moe"], ALL, UnsupportedError, "shared_expert_gate"),
     ],
-    ids=["output layer", "misspelt", "part of a tensor", "experts alone"],
+    ids=["output layer", "misspelt", "part of a tensor", "experts alone", "gate of a shared expert"],
 )
 def test_targets_that_cannot_be_are_refused(host, tmp_path, architecture, lora, kind, said):
     model = write_checkpoint(tmp_path, architecture, task="causal_lm", vocab_size=61)

@@ -197,7 +197,7 @@ def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions
     if not by_scores and query.device.type != "cpu" and key.shape[1] != query.shape[1]:
         # Only flash-attn has grouped heads on devices. Otherwise torch would write all scores, H × L² of them.
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
-    attend = _in_blocks(partial(_attend_scores if by_scores else _attend, how))
+    attend = _in_blocks(partial(attend_scores if by_scores else _attend, how))
     # Split, not sliced: a split's gradient is one concatenation, a slice's gradient a zero tensor of the full length.
     pieces = (torch.split(each, list(lengths), dim=2) for each in (query, key, value))
     outputs_LHD = [attend(q, k, v, how.window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
@@ -239,8 +239,8 @@ def _attend(how: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, wi
     )
 
 
-def _attend_scores(how: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-    """Same as `_attend`, with scores soft-capped before the softmax (Gemma 2), and sinks (gpt-oss).
+def attend_scores(how: AttentionOptions, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    """Attention of queries that are the last tokens of the keys, with soft-capped scores (Gemma 2) and sinks (gpt-oss).
 
     torch's fused kernels support neither on every device.
     """

@@ -26,6 +26,7 @@ from roll_modeling.logprobs import (
     any_head_outputs,
     compared,
     head_outputs,
+    linear_head,
     read_head,
     write_head,
 )
@@ -395,14 +396,7 @@ class LanguageHead:
 
     def _linear(self, layer: nn.Linear) -> LinearHead:
         """Created for each use, because a layer with sharded parameters holds a different tensor each time."""
-        config = self.model.config.get_text_config()
-        divisor = getattr(config, "logits_scaling", None)
-        return LinearHead(
-            weight=layer.weight,
-            bias=layer.bias,
-            scale=getattr(config, "logit_scale", None) or (1.0 / divisor if divisor else 1.0),
-            softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
-        )
+        return linear_head(self.model.config.get_text_config(), layer.weight, layer.bias)
 
     @torch.no_grad()
     def _is_linear(self) -> bool:

@@ -61,6 +61,17 @@ class LinearHead:
         return logits_CV
 
 
+def linear_head(config: Any, weight: Tensor, bias: Tensor | None = None) -> LinearHead:
+    """The output layer of a language model with this config of transformers."""
+    divisor = getattr(config, "logits_scaling", None)
+    return LinearHead(
+        weight=weight,
+        bias=bias,
+        scale=getattr(config, "logit_scale", None) or (1.0 / divisor if divisor else 1.0),
+        softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
     """Outputs requested from the head."""

@@ -7,8 +7,11 @@ model's config and tokenizer.
 from __future__ import annotations
 
 import json
+import logging
+import re
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -20,7 +23,6 @@ from roll_modeling.shards import ShardFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from roll_core.spec.module_program import ModelLibrary
     from roll_modeling.lora import Adapters
 
+log = logging.getLogger(__name__)
 PIECE_BYTES = 2 * 1024**3
 """Maximum size of a file, and of the tensors in memory. A single larger tensor gets its own file."""
 INDEX = "model.safetensors.index.json"
@@ -51,6 +54,50 @@ class ModelFiles:
             if file.is_file():
                 with safe_open(file, framework="pt") as opened:
                     self.places = dict.fromkeys(opened.keys(), file)
+
+
+def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """The stored tensors among `names` that belong to multi-token prediction layers (arXiv:2412.19437, 2.2).
+
+    transformers does not load them. Files have them as layers after the last one, or under `mtp.`. `config` are the
+    keys of config.json.
+    """
+    text = config.get("text_config") or config
+    count = text.get("num_nextn_predict_layers") or text.get("num_mtp_layers") or 0
+    first = text.get("num_hidden_layers") or 0
+    found: list[str] = []
+    for name in names:
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if name.startswith("mtp.") or (layer is not None and first <= int(layer[1]) < first + count):
+            found.append(name)
+    return found
+
+
+def warn_of_mtp(place: str) -> None:
+    """Log that training drops the multi-token prediction layers of a model, if it has any.
+
+    `place` is a directory or a name on the Hub, of which the config and the index are read.
+    """
+    from transformers.utils import cached_file
+
+    try:
+        description, _ = (
+            cached_file(place, name, _raise_exceptions_for_missing_entries=False) for name in ("config.json", INDEX)
+        )
+    except OSError:  # loading the model raises the error that names the place
+        return
+    if description is None:
+        return
+    folder, config = Path(description).parent, json.loads(Path(description).read_text(encoding="utf-8"))
+    found = mtp_tensors(ModelFiles(folder).places, config)
+    if found:
+        log.warning(
+            "%s: %d tensors of multi-token prediction layers are not loaded (%s, ...). They are not trained, and"
+            " exported models lack them: an engine cannot use them for speculative decoding",
+            place,
+            len(found),
+            found[0],
+        )
 
 
 def write_gathered(

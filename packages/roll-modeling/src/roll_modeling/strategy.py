@@ -15,7 +15,7 @@ from roll_modeling.lora import Adapters, adapters_off, add_adapters
 from roll_modeling.model import DTYPES, load_model, text_parts
 from roll_modeling.module_programs import StrategyModule, load_module, model_library
 from roll_modeling.offload import Offloader
-from roll_modeling.pieces import write_gathered
+from roll_modeling.pieces import warn_of_mtp, write_gathered
 from roll_modeling.portable_state import check_same, stored_buffers
 from roll_modeling.process_group import select_device
 
@@ -58,6 +58,8 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         select_device(torch.device(mesh.device))
         self._mesh, self.spec = mesh, model
         self.library = model_library(model)
+        if self.training is not None and self.library is None and mesh.rank == 0 and model.random_init is None:
+            warn_of_mtp(model.path)
         self.offloader = Offloader(mesh.role, torch.device(mesh.device))
 
     def _load_model(self, device: str) -> PreTrainedModel:

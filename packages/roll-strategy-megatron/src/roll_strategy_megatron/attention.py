@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
-from roll_modeling.attention import flat_attention
+from roll_modeling.attention import AttentionOptions, attend_scores, flat_attention
 from roll_modeling.varlen_attention import Sequences, varlen_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from roll_modeling.attention import FlatLayout
     from roll_strategy_megatron.packing import Packed
 
 
@@ -29,13 +31,18 @@ class PackedAttention(nn.Module):
     """Replacement of Megatron's local core attention, which supports neither packed sequences nor context
     parallelism."""
 
-    def __init__(
-        self, config: Any, layer_number: int, *, scale: float | None = None, pg_collection: Any, **_unused: object
-    ) -> None:
-        """`scale` multiplies the attention scores. Default: 1 / sqrt(head size)."""
+    def __init__(self, config: Any, layer_number: int, *, scale: float, pg_collection: Any, **_unused: object) -> None:
+        """`scale` multiplies the attention scores."""
         super().__init__()
-        self.scale = config.kv_channels**-0.5 if scale is None else scale
-        self.window: int = config.window_size[0] + 1 if config.window_size else 0
+        self.scale = scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window: int = config.window_size[0] + 1 if windowed else 0
+        self.softcap: float = config.attention_softcap
+        self.softmax_offset: nn.Parameter | None = None
+        """Attention sinks: a logit per head of this rank that only adds to the softmax denominator."""
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -54,7 +61,7 @@ class PackedAttention(nn.Module):
         """
         layout = packed_seq_params.layout
         if self.cp_group.size() > 1:
-            return self._shared(query, key, value, layout.lengths).flatten(1)
+            return self._shared(query, key, value, layout).flatten(1)
         found, _ = flat_attention(
             self,
             _heads_first(query),
@@ -63,13 +70,15 @@ class PackedAttention(nn.Module):
             None,
             scaling=self.scale,
             roll_layout=layout,
+            softcap=self.softcap,
+            s_aux=self.softmax_offset,
             sliding_window=self.window,
         )
         return found[0].flatten(1)
 
-    def _shared(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def _shared(self, query: Tensor, key: Tensor, value: Tensor, layout: FlatLayout) -> Tensor:
         """`[L, H, D]`. Values are padded to the keys' size for the exchange."""
-        value_size = value.shape[-1]
+        lengths, value_size = layout.lengths, value.shape[-1]
         value = F.pad(value, (0, key.shape[-1] - value_size))
         size, rank = self.cp_group.size(), self.cp_group.rank()
         shares = [length // size for length in lengths]
@@ -88,18 +97,33 @@ class PackedAttention(nn.Module):
                 end = (number + 1) * piece
                 first = max(0, end - piece - self.window + 1) if self.window else 0
                 seen.append(whole[first:end])
-        kernel = varlen_kernel(query.device, query.dtype, query.shape[-1])
+        softcap, sinks_H = self.softcap, self.softmax_offset
+        kernel = varlen_kernel(
+            query.device, query.dtype, query.shape[-1], softcap=softcap != 0, sinks=sinks_H is not None
+        )
         if kernel is not None:
             key, value = torch.cat(seen).unbind(1)
             queries, keys = (Sequences.of(each, query.device) for each in (pieces, [len(each) for each in seen]))
-            found = kernel(query, key, value, queries, keys, scale=self.scale, window=self.window)
+            found = kernel(
+                query, key, value, queries, keys, scale=self.scale, window=self.window, softcap=softcap, sinks_H=sinks_H
+            )
         else:
             parts = zip(torch.split(query, pieces), seen, strict=True)
-            found = torch.cat([self._attend(part, *each.unbind(1)) for part, each in parts])
+            found = torch.cat([self._attend(layout, part, *each.unbind(1)) for part, each in parts])
         return found[..., :value_size]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, layout: FlatLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention of queries that are the last tokens of the keys' sequence."""
+        if self.softcap or self.softmax_offset is not None:
+            how = AttentionOptions(
+                layout=layout,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.softcap,
+                sinks_H=self.softmax_offset,
+            )
+            scored = attend_scores(how, _heads_first(query), _heads_first(key), _heads_first(value), self.window)
+            return scored[0].transpose(0, 1)
         # Where fused kernels support this bias, no mask is allocated; for long sequences it would exceed all other
         # memory.
         seen: Tensor = causal_lower_right(query.shape[0], key.shape[0])

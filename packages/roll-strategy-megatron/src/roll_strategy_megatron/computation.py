@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import TokenOutputs
-from roll_modeling.logprobs import HeadRequest, read_head
+from roll_modeling.logprobs import HeadRequest, linear_head, read_head
 from roll_modeling.task_model import check_ids, gather_ids, idle_microbatch, teacher_hidden
 from roll_strategy_megatron.head import (
     ExchangedIds,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+    from transformers import PreTrainedConfig
 
     from roll_core.spec.providers import Task
     from roll_core.spec.train import Comparison, MicroBatch, WantedOutputs
@@ -63,8 +64,11 @@ class Computation:
         parallel: Parallel,
         config: MegatronConfig,
         task: Task,
+        described: PreTrainedConfig,
         balancing: Balancing | None = None,
     ) -> None:
+        """`described` is transformers' config of the model."""
+        self.described = described
         self.runs, self.parallel, self.config, self.task = runs, parallel, config, task
         self.balancing = balancing
         self.pipeline = Pipeline(runs[0].config, wrapped, parallel.pp)
@@ -216,7 +220,7 @@ class Computation:
         ids_TK = gather_ids(passage.micro, want)
         found = sharded_head_outputs(
             hidden_NH,
-            self.runs[-1].head_weight(),
+            linear_head(self.described, self.runs[-1].head_weight()),
             packing.targets_N,
             request,
             self.share,
@@ -234,19 +238,20 @@ class Computation:
 
     def _compared(self, hidden_NH: Tensor, passage: Passage, comparison: Comparison, request: HeadRequest) -> Tensor:
         """Values of a comparison with another model, of the tokens with an output; 0 for an idle microbatch."""
-        weight_VH, places_N = self.runs[-1].head_weight(), passage.packing.places_N
+        own_head, places_N = linear_head(self.described, self.runs[-1].head_weight()), passage.packing.places_N
         if self.other_head is None or self.other_head[0] != comparison.head:
             whole = read_head(comparison.head, torch.device("cpu"))
-            own = share_of_head(whole, self.share, len(weight_VH), self.vocab)
-            bias = None if own.bias is None else own.bias.to(weight_VH.device)
-            self.other_head = comparison.head, replace(own, weight=own.weight.to(weight_VH.device), bias=bias)
+            own = share_of_head(whole, self.share, len(own_head.weight), self.vocab)
+            device = own_head.weight.device
+            bias = None if own.bias is None else own.bias.to(device)
+            self.other_head = comparison.head, replace(own, weight=own.weight.to(device), bias=bias)
         other_NH, idle = teacher_hidden(passage.micro)[places_N], len(places_N) if passage.idle else 0
         weights_T = passage.micro.streams.get(comparison.stream)
         weights_N = None if weights_T is None else weights_T[places_N]
         if idle:  # the output layer still has a gradient, for which the reduction over ranks waits
             hidden_NH, other_NH, weights_N = hidden_NH[:0], other_NH[:0], None
         head, function = self.other_head[1], comparison.function
-        found_N = sharded_comparison(hidden_NH, weight_VH, head, other_NH, function, request, weights_N, self.shards)
+        found_N = sharded_comparison(hidden_NH, own_head, head, other_NH, function, request, weights_N, self.shards)
         return F.pad(found_N, (0, idle))
 
     def _spread(self, rows_N: Tensor, passage: Passage) -> Tensor:

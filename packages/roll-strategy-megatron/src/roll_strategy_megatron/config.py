@@ -9,6 +9,7 @@ parallel ranks.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from roll_core.spec.platform import EnvVar
 from roll_modeling.architectures import NUMBER_OF_EXPERTS, has_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from roll_core.spec.providers import ModelParallelism
 
@@ -62,14 +63,72 @@ BALANCED_OTHERWISE = {
     "sinkhorn": "it chooses other experts in training than the engine that generates",
 }
 """Values of `moe_router_load_balancing_type` that Megatron supports and ROLL does not, and why."""
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
+DENSE = (
+    "ernie4_5",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+)
 """Model types without experts."""
-LATENT = ("deepseek_v3",)
+LATENT = ("deepseek_v2", "deepseek_v3")
 """Model types with latent attention."""
-EXPERTS_ONLY = ("mixtral", "qwen3_moe")
-"""Model types in which every feed-forward layer is an MoE layer."""
-ARCHITECTURES = (*DENSE, *LATENT, "mixtral", "qwen3_moe")
+EXPERTS_ONLY = ("gpt_oss", "minimax_m2", "mixtral", "olmoe")
+"""Model types in which every feed-forward layer is an MoE layer; `intermediate_size` is the size of an expert."""
+DENSE_FIRST = (*LATENT, "dots1", "glm4_moe")
+"""Model types whose first `first_k_dense_replace` layers have no experts."""
+DENSE_BETWEEN = ("qwen2_moe", "qwen3_moe")
+"""Model types that put dense layers between MoE layers by `mlp_only_layers` and `decoder_sparse_step`."""
+BIASED_EXPERTS = ("gpt_oss",)
+"""Model types whose experts have biases."""
+ARCHITECTURES = (*DENSE, *EXPERTS_ONLY, *DENSE_FIRST, *DENSE_BETWEEN)
 """Model types that the bridge supports without other packages."""
+SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "minimax_m2")
+"""Model types whose routers score experts by sigmoids."""
+QKV_BIASED = ("glm4", "glm4_moe", "gpt_oss", "seed_oss")
+"""Model types of which `attention_bias` adds biases that Megatron's layers have."""
+LINEAR_ATTENTION = (
+    "its layers of linear attention: Megatron's GatedDeltaNet rejects packed sequences and context parallelism"
+)
+SPARSE_ATTENTION = "its sparse attention: Megatron's DSAttention rejects packed sequences"
+NOT_EXPRESSIBLE = {
+    "qwen3_next": LINEAR_ATTENTION,
+    "qwen3_5_text": LINEAR_ATTENTION,
+    "qwen3_5_moe_text": LINEAR_ATTENTION,
+    "deepseek_v32": SPARSE_ATTENTION,
+    "glm_moe_dsa": SPARSE_ATTENTION,
+    "ernie4_5_moe": "its routers: they add a bias to softmax scores, and Megatron adds one only to sigmoid scores",
+}
+"""Model types that Megatron's layers cannot compute, and why."""
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings whose frequencies do not depend on the sequences."""
+PLAIN = {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish")}
+GEMMA = {"attention_bias": (False,), "use_bidirectional_attention": (False,)}
+ONLY: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    **{
+        kind: {key: values for key, values in PLAIN.items() if key != "attention_bias" or kind not in QKV_BIASED}
+        | ({"norm_topk_prob": (True,)} if kind in SIGMOID else {})
+        for kind in ARCHITECTURES
+    },
+    "deepseek_v2": PLAIN | {"topk_method": ("greedy",)},
+    "deepseek_v3": PLAIN | {"norm_topk_prob": (True,), "rope_interleave": (True,)},
+    "ernie4_5": PLAIN | {"use_bias": (False,)},
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "gpt_oss": {"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    "olmoe": PLAIN | {"clip_qkv": ()},
+    "seed_oss": PLAIN | {"attention_bias": (True, False), "attention_out_bias": (False,)},
+}
+"""Keys of a model's config for which the bridge supports only some values, beside None."""
 ENTRY_POINTS = "roll.megatron_architectures"
 """Entry point group by which packages add architectures."""
 RECOMPUTATION = (
@@ -293,6 +352,8 @@ class MegatronConfig(StrategyConfig):
         cannot be divided evenly, or for keys of experts with a dense model.
         """
         _check_architecture(keys.get("model_type"))
+        _check_values(keys)
+        self._check_biased_experts(keys.get("model_type"))
         layers = keys.get("num_hidden_layers")
         if isinstance(layers, int):
             self._check_layers(layers)
@@ -305,6 +366,13 @@ class MegatronConfig(StrategyConfig):
         asked += ["recompute_modules: [moe]"] if "moe" in (self.recompute_modules or ()) else []
         if asked and keys.get("model_type") in DENSE:
             raise ValueError(f"{asked[0]} is for models with experts; a {keys['model_type']} has none")
+
+    def _check_biased_experts(self, model_type: object) -> None:
+        if model_type in BIASED_EXPERTS and (self.expert_tensor_parallel_size or self.tensor_model_parallel_size) > 1:
+            raise ValueError(
+                f"the experts of a {model_type} have biases, which Megatron supports only for experts that are not"
+                " split: set expert_tensor_parallel_size: 1"
+            )
 
     def check_sequence_parallel(self, *, experts: bool, latent: bool) -> None:
         """Raise `ValueError` if the model requires sequence parallelism with tensor parallelism, and it is off."""
@@ -344,9 +412,9 @@ class MegatronConfig(StrategyConfig):
         kind, size, shared = (keys.get(key) for key in ("model_type", "moe_intermediate_size", "n_shared_experts"))
         for key in ("num_attention_heads", "num_key_value_heads"):
             yield key, keys.get(key), *tensor
-        if kind == "mixtral":  # its only size
+        if kind in EXPERTS_ONLY:
             yield "intermediate_size", keys.get("intermediate_size"), *of_expert
-        elif kind not in EXPERTS_ONLY and keys.get("first_k_dense_replace") != 0:
+        elif _has_dense_layers(keys):
             yield "intermediate_size", keys.get("intermediate_size"), *tensor
         yield "moe_intermediate_size", size, *of_expert
         # Megatron computes a layer's shared experts as one, sharded like a dense layer.
@@ -492,10 +560,61 @@ class ScoringConfig(MegatronConfig):
         return data
 
 
+def _has_dense_layers(keys: Mapping[str, Any]) -> bool:
+    """True unless all feed-forward layers are known to have experts."""
+    kind = keys.get("model_type")
+    if kind in DENSE_BETWEEN:
+        return bool(keys.get("mlp_only_layers")) or keys.get("decoder_sparse_step", 1) != 1
+    return kind not in EXPERTS_ONLY and keys.get("first_k_dense_replace") != 0
+
+
+def _check_values(keys: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for values of a model's config that Megatron's layers cannot compute."""
+    kind = keys.get("model_type")
+    for key, values in ONLY.get(str(kind), {}).items():
+        value = keys.get(key)
+        if value is not None and value not in values:
+            supported = " or ".join(str(each).lower() for each in values) or "null"
+            raise ValueError(f"{kind}: {key} is {str(value).lower()}; the bridge supports only {supported}")
+    if (quantization := keys.get("quantization_config")) and isinstance(quantization, Mapping):
+        raise ValueError(
+            f"{kind}: the files are quantized ({quantization.get('quant_method')}); the bridge reads only unquantized"
+            " weights, so convert them first"
+        )
+    rotation = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    nested = [each for each in rotation.values() if isinstance(each, Mapping)] if isinstance(rotation, Mapping) else []
+    for each in nested or [rotation]:
+        name = each.get("rope_type") or each.get("type") if isinstance(each, Mapping) else None
+        if name and name not in ROTATIONS:
+            raise ValueError(
+                f"{kind}: rotary embeddings of type {name!r} are not supported, because their frequencies depend on the"
+                f" sequences' length; supported are {', '.join(ROTATIONS)}"
+            )
+    if kind in SIGMOID:
+        _check_groups(keys)
+
+
+def _check_groups(keys: Mapping[str, Any]) -> None:
+    """Megatron scores a group by its best `num_experts_per_tok // topk_group` experts, transformers by its best two."""
+    groups, chosen, top_k = (keys.get(key) for key in ("n_group", "topk_group", "num_experts_per_tok"))
+    if not (isinstance(groups, int) and isinstance(chosen, int) and isinstance(top_k, int)):
+        return
+    if chosen < groups and top_k // chosen != 2:
+        raise ValueError(
+            f"{keys['model_type']}: num_experts_per_tok {top_k} is not twice topk_group {chosen}, and Megatron would"
+            " choose other groups"
+        )
+
+
 def _check_architecture(model_type: object) -> None:
     if not isinstance(model_type, str) or model_type in ARCHITECTURES:
         return
-    known = sorted({*ARCHITECTURES, *(each.name for each in entry_points(group=ENTRY_POINTS))})
+    brought = {each.name for each in entry_points(group=ENTRY_POINTS)}
+    if model_type in NOT_EXPRESSIBLE and model_type not in brought:
+        raise ValueError(
+            f"Megatron's layers cannot compute a {model_type}: {NOT_EXPRESSIBLE[model_type]}. Use fsdp2_train"
+        )
+    known = sorted({*ARCHITECTURES, *brought})
     if model_type not in known:
         raise ValueError(
             f"Megatron's bridge has no architecture {model_type}; it has {', '.join(known)}. fsdp2_train supports any,"

@@ -98,6 +98,10 @@ def _why_not(config: MegatronConfig, settings: Mapping[str, Any]) -> str:
         if find_spec(ENGINE) is not None:
             logger.warning("%s; layers are Megatron's own", lacking)
         return lacking
+    if settings.get("attention_softcap"):
+        return "its attention has no soft-capped scores"
+    if settings.get("softmax_type", "vanilla") != "vanilla":
+        return "its attention sinks have not been tried"
     if settings.get("window_size") and config.context_parallel_size > 1:
         return "it has no attention within a window where ranks share sequences (context_parallel_size)"
     return ""

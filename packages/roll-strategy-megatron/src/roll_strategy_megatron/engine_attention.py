@@ -21,15 +21,16 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        scale: float | None,
+        scale: float,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
         v_channels: int | None = None,
         **options: Any,
     ) -> None:
         """`scale` of the attention scores overrides `softmax_scale`, which Megatron passes."""
+        del softmax_scale
         super().__init__(
-            softmax_scale=softmax_scale if scale is None else scale,
+            softmax_scale=scale,
             k_channels=k_channels,
             v_channels=k_channels,
             **options,

@@ -6,12 +6,13 @@ over the whole vocabulary, are never in memory.
 Shapes: N tokens, C tokens of a chunk, H hidden size, V this rank's shard of the vocabulary, K top-k or given ids,
 J the target and the given ids.
 
-With `z = logits / temperature`, `log Z` and the entropy `S` are computed from maxima and sums over all ranks' shards.
-With upstream gradients `g` of the logprob of token `y`, and `e` of the entropy, and `p = exp(z - log Z)`:
+With `z = softcap(scale * logits) / temperature`, `log Z` and the entropy `S` are computed from maxima and sums over all
+ranks' shards. With upstream gradients `g` of the logprob of token `y` and `e` of the entropy, and `p = exp(z - log Z)`:
 
     d z = g * (onehot(y) - p) - e * p * (log p + S)
 
-The logprob of each given id adds a term like that of `y`.
+The logprob of each given id adds a term like that of `y`. The gradient of the logits is `d z * scale / temperature`,
+multiplied by the soft-cap's derivative `1 - (z * temperature / cap)²`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import torch.nn.functional as F
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError
-from roll_modeling.logprobs import HeadOutputs, LinearHead, VocabularyShards, compared
+from roll_modeling.logprobs import HeadOutputs, VocabularyShards, compared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from roll_modeling.logprobs import HeadRequest
+    from roll_modeling.logprobs import HeadRequest, LinearHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class VocabularyShare:
 
 def sharded_head_outputs(
     hidden_NH: Tensor,
-    weight_VH: Tensor,
+    head: LinearHead,
     targets_N: Tensor,
     request: HeadRequest,
     share: VocabularyShare,
@@ -57,11 +58,11 @@ def sharded_head_outputs(
 ) -> HeadOutputs:
     """Logprobs of targets and given ids, entropies and top-k. Collective over the ranks that shard the vocabulary.
 
-    The gradient of `hidden_NH` is this rank's part of a sum over these ranks.
+    `head` has this rank's rows, and no bias. The gradient of `hidden_NH` is this rank's part of a sum over these ranks.
     """
     wanted_NJ = targets_N[:, None] if gather_ids_NK is None else torch.cat([targets_N[:, None], gather_ids_NK], dim=1)
     logprobs_NJ, entropy_N, topk_NK, ids_NK = _ShardedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, wanted_NJ, request, share
+        hidden_NH, head.weight, wanted_NJ, head, request, share
     )
     return HeadOutputs(
         logprobs_N=logprobs_NJ[:, 0],
@@ -128,7 +129,7 @@ def share_of_head(head: LinearHead, share: VocabularyShare, rows: int, vocab: in
 
 def sharded_comparison(
     hidden_NH: Tensor,
-    weight_VH: Tensor,
+    head: LinearHead,
     other: LinearHead,
     other_hidden_NH: Tensor,
     function: Callable[[Tensor, Tensor], Tensor],
@@ -144,9 +145,8 @@ def sharded_comparison(
     if more := -num_tokens % ranks:
         hidden_NH, other_hidden_NH = F.pad(hidden_NH, (0, 0, 0, more)), F.pad(other_hidden_NH, (0, 0, 0, more))
         weights_N = None if weights_N is None else F.pad(weights_N, (0, more))
-    size = request.chunk(len(weight_VH), hidden_NH.device)
+    size = request.chunk(len(head.weight), hidden_NH.device)
     request = replace(request, chunk_tokens=size + -size % ranks)
-    head = LinearHead(weight=weight_VH)
     return compared(head, hidden_NH, other, other_hidden_NH, function, request, weights_N, shards)[:num_tokens]
 
 
@@ -157,26 +157,27 @@ class _ShardedHead(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_VH: Tensor,
         wanted_NJ: Tensor,
+        head: LinearHead,
         request: HeadRequest,
         share: VocabularyShare,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         found: list[tuple[Tensor, ...]] = []
         size = request.chunk(len(weight_VH), hidden_NH.device)
         for hidden_CH, wanted_CJ in zip(*_chunks(size, hidden_NH, wanted_NJ), strict=True):
-            found.append(_of_chunk(hidden_CH, weight_VH, wanted_CJ, request, share))
+            found.append(_of_chunk(hidden_CH, head, wanted_CJ, request, share))
         logprobs_NJ, log_norm_N, expected_N, topk_NK, ids_NK = (torch.cat(each) for each in zip(*found, strict=True))
         entropy_N = log_norm_N - expected_N
         ctx.mark_non_differentiable(topk_NK, ids_NK)
         if not (request.entropy and request.entropy_grad):
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, wanted_NJ, log_norm_N, entropy_N)
-        ctx.request, ctx.share = request, share
+        ctx.head, ctx.request, ctx.share = head, request, share
         return logprobs_NJ, entropy_N, topk_NK, ids_NK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, wanted_NJ, log_norm_N, entropy_N = ctx.saved_tensors
-        request, share = ctx.request, ctx.share
+        head, request, share = ctx.head, ctx.request, ctx.share
         nothing_N = log_norm_N.new_zeros(len(wanted_NJ))
         grad_NJ = log_norm_N.new_zeros(wanted_NJ.shape) if grads[0] is None else grads[0]
         slope_N = grads[1] if request.entropy and request.entropy_grad else None
@@ -194,24 +195,29 @@ class _ShardedHead(torch.autograd.Function):
             slopes_N,
         )
         for hidden_CH, wanted_CJ, log_norm_C, entropy_C, grad_CJ, slope_C in zip(*parts, strict=True):
-            d_CV = _logits(hidden_CH, weight_VH, request, share).sub_(log_norm_C[:, None])
+            d_CV = _logits(hidden_CH, head, request, share)
+            capped_CV = _softcap_slope(d_CV, head, request, share) if head.softcap else None
+            d_CV.sub_(log_norm_C[:, None])
             d_CV = _d_logits(d_CV, grad_CJ.sum(dim=1), None if slope_N is None else slope_C, entropy_C)
             here_CJ, columns_CJ = _mine(wanted_CJ, share)
             d_CV.scatter_add_(1, columns_CJ, torch.where(here_CJ, grad_CJ, 0.0))
-            d_CV = d_CV.div_(request.temperature).to(weight_VH.dtype)
+            d_CV.mul_(head.scale / request.temperature)
+            if capped_CV is not None:
+                d_CV.mul_(capped_CV)
+            d_CV = d_CV.to(weight_VH.dtype)
             grad_hidden.append(d_CV @ weight_VH)
             if grad_weight_VH is not None:
                 grad_weight_VH += d_CV.T @ hidden_CH
-            del d_CV  # free it before the next chunk's logits are allocated
+            del d_CV, capped_CV  # free them before the next chunk's logits are allocated
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
-        return torch.cat(grad_hidden).to(hidden_NH.dtype), grad_weight, None, None, None
+        return torch.cat(grad_hidden).to(hidden_NH.dtype), grad_weight, None, None, None, None
 
 
 def _of_chunk(
-    hidden_CH: Tensor, weight_VH: Tensor, wanted_CJ: Tensor, request: HeadRequest, share: VocabularyShare
+    hidden_CH: Tensor, head: LinearHead, wanted_CJ: Tensor, request: HeadRequest, share: VocabularyShare
 ) -> tuple[Tensor, ...]:
     """Logprobs, log Z, expected logits, top-k logprobs and top-k token ids of a chunk."""
-    z_CV = _logits(hidden_CH, weight_VH, request, share)
+    z_CV = _logits(hidden_CH, head, request, share)
     mine_C, columns_C = z_CV.max(dim=1)
     greatest_C = mine_C.clone()
     dist.all_reduce(greatest_C, dist.ReduceOp.MAX, group=share.group)
@@ -239,11 +245,18 @@ def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [torch.split(each, size) for each in tensors]
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, request: HeadRequest, share: VocabularyShare) -> Tensor:
+def _logits(hidden_CH: Tensor, head: LinearHead, request: HeadRequest, share: VocabularyShare) -> Tensor:
     """Logits divided by the temperature, in float32; the lowest float32 for padding."""
-    z_CV = (hidden_CH @ weight_VH.T).float().div_(request.temperature)
+    z_CV = head.logits(hidden_CH).div_(request.temperature)
     z_CV[:, share.num_real :] = torch.finfo(torch.float32).min
     return z_CV
+
+
+def _softcap_slope(z_CV: Tensor, head: LinearHead, request: HeadRequest, share: VocabularyShare) -> Tensor:
+    """Derivative of the soft-cap; 0 for padding."""
+    slope_CV = 1.0 - (z_CV * (request.temperature / head.softcap)).square_()
+    slope_CV[:, share.num_real :] = 0.0
+    return slope_CV
 
 
 def _norm(z_CV: Tensor, greatest_C: Tensor, share: VocabularyShare, entropy: bool) -> tuple[Tensor, Tensor]:

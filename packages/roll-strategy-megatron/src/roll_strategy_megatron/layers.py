@@ -5,10 +5,16 @@
 | norm -> linear | one module (two with adapters) |
 | one module per local expert | one module for all local experts |
 | `PackedAttention` | `TEDotProductAttention` |
+
+A layer with post-norms (`DecoderConfig.post_norms`); without `pre_norms` the first norm of each line is missing:
+
+    x + norm(attention(norm(x)))
+    x + norm(feed_forward(norm(x)))
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +24,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
@@ -29,14 +44,45 @@ from roll_strategy_megatron.attention import PackedAttention
 from roll_strategy_megatron.balancing import BalancedRouter, Balancing
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
     from roll_strategy_megatron.engine import LayerSpec
 
 
+@dataclass
+class LayerOptions:
+    """Properties of models for which Megatron's `TransformerConfig` has no argument."""
+
+    pre_norms: bool = True
+    """Norm the inputs of attention and feed-forward layers."""
+    post_norms: bool = False
+    """Norm the outputs of attention and feed-forward layers before they are added to the residual."""
+    norm_whole_projections: bool = False
+    """Norm the queries of all heads together, and the keys of all heads, instead of each head by itself."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and feed-forward layers."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings, rounded to their dtype."""
+    attention_softcap: float = 0.0
+    """Bound of the attention scores' soft-cap; 0 disables it."""
+    rotations: list[str] | None = None
+    """Name of each layer's rotary embedding in transformers' model; None if all layers have the same."""
+
+
+@dataclass
+class DecoderConfig(LayerOptions, TransformerConfig):  # type: ignore[misc]
+    """Megatron's config of a model with query, key and value projections."""
+
+
+@dataclass
+class LatentDecoderConfig(LayerOptions, MLATransformerConfig):  # type: ignore[misc]
+    """Megatron's config of a model with latent attention."""
+
+
 class Norm(nn.RMSNorm):
-    """RMSNorm that supports sequence parallelism; Megatron's wrapper of torch's norm rejects it.
+    """RMSNorm that supports sequence parallelism and zero-centered weights; Megatron's wrapper rejects both.
 
     With sequence parallelism, gradients of norms must be summed over the tensor-parallel ranks. Megatron does this for
     weights with the attribute `sequence_parallel`.
@@ -44,7 +90,88 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, *, config: Any, hidden_size: int, eps: float, **_unused: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered: bool = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension. Zero-centered weights (Gemma) are multiplied as 1 + w, in float32."""
+        if not self.zero_centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all heads of a token together (OLMo 2, arXiv:2501.00656, 3.2). Each rank has its own heads' part."""
+
+    def __init__(self, *, config: Any, hidden_size: int, eps: float, heads: int) -> None:
+        """`heads` of all ranks, of `hidden_size` each."""
+        super().__init__()
+        self.size, self.eps = heads * hidden_size, eps
+        own = self.size // get_tensor_model_parallel_group().size()
+        self.weight = nn.Parameter(torch.empty(own, dtype=config.params_dtype))
+
+    def forward(self, x_L1HD: Tensor) -> Tensor:
+        """Normalize this rank's heads by the mean square over the heads of all ranks."""
+        x_L1P = x_L1HD.flatten(-2).float()
+        # Sums over ranks in the forward and in the backward pass: each rank's outputs depend on every rank's inputs.
+        squares_L11 = reduce_from_tensor_model_parallel_region(x_L1P.square().sum(-1, keepdim=True))
+        squares_L11 = copy_to_tensor_model_parallel_region(squares_L11)
+        scaled_L1P = x_L1P * torch.rsqrt(squares_L11 / self.size + self.eps)
+        return (scaled_L1P * self.weight).to(x_L1HD.dtype).view(x_L1HD.shape)
+
+
+class Residual(nn.Module):
+    """Addition of a layer's output to the residual: x + multiplier · norm(output).
+
+    Takes the place of Megatron's `get_bias_dropout_add`, which returns a function as well.
+    """
+
+    def __init__(self, config: DecoderConfig, norm: Any) -> None:
+        """`norm` is the norms' class."""
+        super().__init__()
+        self.multiplier = config.residual_multiplier
+        self.norm: nn.Module | None = None
+        if config.post_norms:
+            self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """Return the function that adds."""
+        del training, fused
+        return self._add
+
+    def _add(self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        del dropout
+        output, bias = output_with_bias
+        # Megatron enables gradients here in every pass.
+        with torch.set_grad_enabled(output.requires_grad):
+            if bias is not None:
+                output = output + bias
+            if self.norm is not None:
+                output = self.norm(output)
+            return residual + output * self.multiplier
+
+
+class BiasedDown(RowParallelLinear):  # type: ignore[misc]
+    """An expert's second layer with a bias, which Megatron adds in place.
+
+    Autograd rejects that on the output of a layer that is not sharded, which is a view: here it is a copy.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a copy of the output, and the bias."""
+        output, bias = super().forward(x)
+        return output.clone(), bias
+
+
+class RotatedAttention(SelfAttention):  # type: ignore[misc]
+    """Attention of a model whose layers have different rotary embeddings (Gemma 3)."""
+
+    def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """`rotary_pos_emb` has those of all kinds of layers, in the order of their names."""
+        kinds: list[str] = self.config.rotations
+        own = rotary_pos_emb[sorted(set(kinds)).index(kinds[self.layer_number - 1])]
+        found: tuple[Tensor, Tensor | None] = super().forward(hidden_states, rotary_pos_emb=own, **options)
+        return found
 
 
 class ScalarHead(nn.Module):
@@ -111,24 +238,46 @@ def block_spec(
     make: LayerSpec,
     run: int | None,
     balancing: Balancing | None,
-    scale: float | None,
+    scales: Sequence[float],
 ) -> TransformerBlockSubmodules:
     """Layer specs of one model chunk (`run`) of this rank.
 
-    `scale` overrides Megatron's scale of the attention scores.
+    `scales` multiply the attention scores of each layer of the model.
     """
     first, number = get_transformer_layer_offset(config, run), get_num_layers_to_build(config, run)
-    spec = _engine_spec if make.engine else _local_spec
+    norm = _engine().layer_norm() if make.engine else Norm
     layers = []
-    for mixture in mixtures(config)[first : first + number]:
-        layer = spec(config, make, scale, mixture=bool(mixture))
+    for at in range(first, first + number):
+        mixture = bool(mixtures(config)[at])
+        layer = (_engine_spec if make.engine else _local_spec)(config, make, scales[at], mixture=mixture)
+        _adapt(layer, config, norm)
+        experts = layer.submodules.mlp.submodules
         if mixture and balancing is not None:
-            layer.submodules.mlp.submodules.router = partial(BalancedRouter, balancing=balancing)
+            experts.router = partial(BalancedRouter, balancing=balancing)
+        if mixture and config.add_bias_linear:
+            experts.experts.submodules.linear_fc2 = BiasedDown
         layers.append(layer)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_engine().layer_norm() if make.engine else Norm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _local_spec(config: TransformerConfig, make: LayerSpec, scale: float | None, *, mixture: bool) -> ModuleSpec:
+def _adapt(spec: ModuleSpec, config: TransformerConfig, norm: Any) -> None:
+    """Change a layer's spec by the config's `LayerOptions`."""
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
+    if not config.pre_norms:
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    if config.post_norms or config.residual_multiplier != 1.0:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=Residual, params={"config": config, "norm": norm})
+    if config.norm_whole_projections:
+        attention.q_layernorm, attention.k_layernorm = (
+            ModuleSpec(module=ProjectionNorm, params={"heads": heads})
+            for heads in (config.num_attention_heads, config.num_query_groups)
+        )
+    if config.rotations is not None:
+        layer.self_attention.module = RotatedAttention
+
+
+def _local_spec(config: TransformerConfig, make: LayerSpec, scale: float, *, mixture: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if mixture else None,
         qk_layernorm=config.qk_layernorm,
@@ -147,7 +296,7 @@ def _local_spec(config: TransformerConfig, make: LayerSpec, scale: float | None,
     return spec
 
 
-def _engine_spec(config: TransformerConfig, make: LayerSpec, scale: float | None, *, mixture: bool) -> ModuleSpec:
+def _engine_spec(config: TransformerConfig, make: LayerSpec, scale: float, *, mixture: bool) -> ModuleSpec:
     from roll_strategy_megatron.engine_attention import EngineAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -158,7 +307,7 @@ def _engine_spec(config: TransformerConfig, make: LayerSpec, scale: float | None
     )
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=EngineAttention, params={"scale": scale})
-    if not make.fused_norms:
+    if not make.fused_norms or not config.pre_norms:
         _take_norms_apart(spec, config, mixture=mixture)
     return spec
 

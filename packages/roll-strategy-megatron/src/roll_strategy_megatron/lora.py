@@ -20,7 +20,7 @@ from roll_modeling.model import empty_model
 from roll_strategy_megatron.adapters import Adapter, attach, cut_of, partial_factors
 from roll_strategy_megatron.bridge.bridge import Bridge, Shard, mark
 from roll_strategy_megatron.bridge.rules import Rule
-from roll_strategy_megatron.bridge.transforms import Copy
+from roll_strategy_megatron.bridge.transforms import Copy, FuseQKV, ShardedParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from roll_core.spec.model import ModelSpec
+    from roll_strategy_megatron.bridge.transforms import Transform
     from roll_strategy_megatron.model import PackedModel
 
 EXPERT = "{expert}"
@@ -48,6 +49,8 @@ class Target:
     num_parts: int
     shape: tuple[int, int]
     """Number of outputs O and inputs I."""
+    fused: tuple[int, ...] = ()
+    """Outputs of each projection, if transformers has fused several into this layer as well."""
 
     def name(self, side: str) -> str:
         """peft's name of factor A or B (`side`), without the expert index."""
@@ -252,9 +255,12 @@ def _factor_rules(target: Target) -> dict[str, Rule]:
     cut = cut_of(target.rule.transform)
     dims = {"A": 1 if cut == "inputs" else None, "B": 0 if cut == "outputs" else None}
     suffix = f".{EXPERT}" if target.rule.is_expert else ""
+    transforms: dict[str, Transform] = {side: Copy(tp_dim=dim) for side, dim in dims.items()}
+    if target.fused:
+        transforms["B"] = ShardedParts(rows=target.fused)
     return {
-        side: Rule(mcore=f"{target.name(side)}{suffix}", hf=(target.name(side),), transform=Copy(tp_dim=dim))
-        for side, dim in dims.items()
+        side: Rule(mcore=f"{target.name(side)}{suffix}", hf=(target.name(side),), transform=transform)
+        for side, transform in transforms.items()
     }
 
 
@@ -274,6 +280,8 @@ def _target(base: Bridge, name: str) -> Target:
     rule, layer = base.groups[weight]
     if layer < 0:
         raise UnsupportedError(f"lora_target: {path} is outside the layers, where adapters are not supported")
+    if rule.mcore.endswith("gate_weight"):  # no layer of its own in Megatron
+        raise UnsupportedError(f"lora_target: {path}, the gate of a shared expert, cannot have an adapter on Megatron")
     names = base._hf_names(rule, layer)
     outputs, inputs = base.shapes[weight]
     return Target(
@@ -283,7 +291,18 @@ def _target(base: Bridge, name: str) -> Target:
         part=names.index(weight),
         num_parts=len(names),
         shape=(outputs, inputs),
+        fused=_fused(base, rule, outputs) if len(names) == 1 else (),
     )
+
+
+def _fused(base: Bridge, rule: Rule, outputs: int) -> tuple[int, ...]:
+    """Outputs of each projection in a layer that both transformers and Megatron have fused; () for other layers."""
+    if type(rule.transform) is Copy:
+        return ()
+    if isinstance(rule.transform, FuseQKV):
+        sizes = base.sizes
+        return tuple(each * sizes.head_dim for each in (sizes.num_heads, sizes.num_groups, sizes.num_groups))
+    return (outputs // 2, outputs // 2)
 
 
 def _expert_targets(base: Bridge, spec: ModelSpec) -> tuple[Any, list[Target]]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from roll_core.errors import ModelError
 from roll_modeling.blocks import inputs_on_host
 from roll_strategy_megatron.balancing import Balancing
-from roll_strategy_megatron.config import runs
-from roll_strategy_megatron.layers import ScalarHead, block_spec, mixtures
+from roll_strategy_megatron.config import ROTATIONS, runs
+from roll_strategy_megatron.layers import DecoderConfig, LatentDecoderConfig, ScalarHead, block_spec, mixtures
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -38,6 +40,8 @@ class PackedModel(GPTModel):  # type: ignore[misc]
     """Replay of the engine's expert choices in this chunk's routers, if configured."""
     padding_id: int | None = None
     """The embedding's `padding_idx` in transformers, whose row gets no gradient."""
+    rotary: Sequence[Any] = ()
+    """Rotary embeddings of each kind of layer, sorted by the kinds' names, if kinds differ."""
     offload_from: torch.device | None = None
     """With `activation_offloading`: the device from which inputs of recomputed layers move to the host."""
 
@@ -73,14 +77,19 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         return share
 
     def _rotation(self, packing: Packing) -> Tensor | None:
-        """Rotary embedding for all layers; None with latent attention, which computes its own."""
+        """Rotary embedding for all layers, or of each kind of layer; None with latent attention, which computes its
+        own."""
         if self.config.multi_latent_attention:
             return None
+        if self.rotary:
+            return torch.stack([each(packing.packed.max_seqlen_q, packed_seq=True) for each in self.rotary])
         found: Tensor = self.rotary_pos_emb(packing.packed.max_seqlen_q, packed_seq=True)
         return found
 
     def _embedded(self, tokens_1L: Tensor) -> Tensor:
         found: Tensor = self.embedding(input_ids=tokens_1L, position_ids=None)
+        if self.config.embedding_multiplier != 1.0:
+            found = found * found.new_tensor(self.config.embedding_multiplier)
         if torch.is_grad_enabled() and not found.requires_grad:
             # With LoRA, embeddings are frozen. Recomputed layers only have gradients if their input requires one.
             return found.requires_grad_()
@@ -110,7 +119,7 @@ def make_config(
         )
     except ValueError as error:
         raise ModelError(str(error)) from error
-    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    kind = LatentDecoderConfig if settings.get("multi_latent_attention") else DecoderConfig
     try:
         return kind(
             **settings,
@@ -224,9 +233,10 @@ def _make_run(
 ) -> PackedModel:
     stages, stage = parallel.pp.size(), parallel.pp.rank()
     virtual = run if num_runs > 1 else None
+    rotations = transformers_rotations(hf)
     model = PackedModel(
         config=config,
-        transformer_layer_spec=block_spec(config, make, virtual, balancing, _scale(config, hf)),
+        transformer_layer_spec=block_spec(config, make, virtual, balancing, _scales(config, hf, rotations)),
         vocab_size=sizes.padded_vocab,
         max_sequence_length=hf.config.max_position_embeddings,
         pre_process=stage == 0 and run == 0,
@@ -237,40 +247,71 @@ def _make_run(
     )
     if scalar and model.post_process:
         model.output_layer = ScalarHead(config)
-    own_frequencies(model, hf, parallel.device)
+    own_frequencies(model, rotations, parallel.device)
     model.padding_id = hf.get_input_embeddings().padding_idx
     placed: PackedModel = model.to(parallel.device)
     return placed
 
 
-def own_frequencies(model: PackedModel, hf: PreTrainedModel, device: torch.device) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """A rotary embedding of transformers' model."""
+
+    frequencies: Tensor
+    """Angle per position of each pair of units, float32."""
+    scale: float
+    """Factor of cosines and sines (YaRN, arXiv:2309.00071, 3.4)."""
+
+
+def own_frequencies(model: PackedModel, rotations: Mapping[str, Rotation], device: torch.device) -> None:
     """Replace Megatron's rotary frequencies by those of transformers."""
-    found = frequencies(hf).to(device)
-    if not model.config.multi_latent_attention:
-        model.rotary_pos_emb.inv_freq = found
-        return
-    for layer in model.decoder.layers:
-        layer.self_attention.rotary_pos_emb.inv_freq = found
+    found = {kind: each.frequencies.to(device) for kind, each in rotations.items()}
+    kinds = model.config.rotations
+    if kinds is not None:
+        model.rotary = [copy.copy(model.rotary_pos_emb) for _ in set(kinds)]
+        for rotary, kind in zip(model.rotary, sorted(set(kinds)), strict=True):
+            rotary.inv_freq = found[kind]
+    elif not model.config.multi_latent_attention:
+        model.rotary_pos_emb.inv_freq = found[""]
+    else:
+        for layer in model.decoder.layers:
+            layer.self_attention.rotary_pos_emb.inv_freq = found[""]
 
 
-def _scale(config: TransformerConfig, hf: PreTrainedModel) -> float | None:
-    """Scale of the attention scores with latent attention, which depends on the rotary scaling; otherwise None."""
-    if not config.multi_latent_attention:
-        return None
+def _scales(config: TransformerConfig, hf: PreTrainedModel, rotations: Mapping[str, Rotation]) -> list[float]:
+    """Scale of the attention scores of each layer.
+
+    It includes the factor of cosines and sines, by which queries and keys are multiplied in transformers. Raises
+    `ModelError` if these would be multiplied in part only.
+    """
     attention: Any = hf.get_submodule("model.layers.0.self_attn")
-    return float(attention.scaling)
+    scale = float(getattr(attention, "scaling", config.kv_channels**-0.5))
+    for each in rotations.values():
+        if each.scale != 1.0 and (config.multi_latent_attention or 2 * len(each.frequencies) != config.kv_channels):
+            raise ModelError(
+                f"{hf.config.model_type}: rotary embeddings with an attention factor of {each.scale} are supported only"
+                " if they rotate all units of a head"
+            )
+    return [scale * rotations[kind].scale ** 2 for kind in config.rotations or [""] * config.num_layers]
 
 
-def frequencies(hf: PreTrainedModel) -> Tensor:
-    """Rotary frequencies as transformers computes them from its config, including scaling.
+def transformers_rotations(hf: PreTrainedModel) -> dict[str, Rotation]:
+    """Rotary embeddings as transformers computes them from its config, by kind of layer; "" if all layers share one.
 
     Raises `ModelError` for unsupported types of rotary embeddings.
     """
     rotary: Any = hf.get_submodule("model.rotary_emb")
-    if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(
-            f"{hf.config.model_type}: rotary embeddings of type {rotary.rope_type!r} are not supported; supported"
-            " are default, linear, llama3, and yarn if it only changes frequencies"
+    by_kind = isinstance(rotary.rope_type, dict)
+    found: dict[str, Rotation] = {}
+    for kind in rotary.rope_type if by_kind else ("",):
+        prefix, rope_type = (f"{kind}_", rotary.rope_type[kind]) if by_kind else ("", rotary.rope_type)
+        if rope_type not in ROTATIONS:
+            raise ModelError(
+                f"{hf.config.model_type}: rotary embeddings of type {rope_type!r} are not supported; supported are"
+                f" {', '.join(ROTATIONS)}"
+            )
+        frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq")
+        found[kind] = Rotation(
+            frequencies=frequencies.detach().clone().float(), scale=getattr(rotary, f"{prefix}attention_scaling")
         )
-    found: Tensor = rotary.inv_freq.detach().clone().float()
     return found

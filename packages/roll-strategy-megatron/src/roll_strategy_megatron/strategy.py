@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from roll_core.algorithms.aggregate import aggregate
 from roll_core.errors import ModelError, NonFiniteError, UnsupportedError
-from roll_modeling.logprobs import LinearHead, write_head
+from roll_modeling.logprobs import linear_head, write_head
 from roll_modeling.model import DTYPES
 from roll_modeling.pending_losses import PendingLosses
 from roll_modeling.pieces import write_gathered
@@ -136,7 +136,7 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
             for each in self.runs:
                 each.requires_grad_(False)
         self.computation = Computation(
-            self.runs, wrapped, sizes, self.parallel, self.config, model.task, self.balancing
+            self.runs, wrapped, sizes, self.parallel, self.config, model.task, self.model.config, self.balancing
         )
 
     @property
@@ -299,7 +299,7 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
         read = self.lora.merged if self.lora is not None else Tensor.detach
         ((_, weight_VH),) = self.bridge.export(read, self.dtype, only=(self.bridge.head,))
         if self._mesh.rank == 0:
-            write_head(LinearHead(weight=weight_VH), path)
+            write_head(linear_head(self.model.config, weight_VH), path)
         self.parallel.wait()
 
     # -- continuing ----------------------------------------------------------------------------------------------------

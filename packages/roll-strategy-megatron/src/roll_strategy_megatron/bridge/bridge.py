@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from roll_core.errors import ModelError
+from roll_modeling.pieces import mtp_tensors
 from roll_strategy_megatron.bridge.rules import Rule
 from roll_strategy_megatron.bridge.transforms import Copy
 from roll_strategy_megatron.parallel import joined
@@ -79,7 +80,7 @@ class Bridge:
         `scalar_head` is the name of the weight that replaces the output layer's, if any. Raises `ModelError` for
         parameters without a rule, on either side.
         """
-        self.architecture, self.sizes, self.parallel = architecture, sizes, parallel
+        self.architecture, self.hf, self.sizes, self.parallel = architecture, hf, sizes, parallel
         self.rules = tuple(
             Rule(mcore=OUTPUT, hf=(scalar_head,), transform=Copy()) if scalar_head and each.mcore == OUTPUT else each
             for each in architecture.rules
@@ -168,7 +169,9 @@ class Bridge:
         self._check(source)
         for held in self.by_rule().values():
             self._load(held, source, dtype)
-        self.load_buffers(source.get)
+        for name, stored in self._stored_buffers(source).items():
+            self.hf.get_buffer(name).copy_(source.get(stored))
+        self.load_buffers(self.hf.get_buffer)
 
     @torch.no_grad()
     def load_buffers(self, get: Callable[[str], Tensor]) -> None:
@@ -234,16 +237,28 @@ class Bridge:
         for rule, layer in dict.fromkeys(self.groups.values()):
             for expert in range(self.num_experts) if rule.is_expert else (-1,):
                 expected.update(self._source_names(rule, layer, expert, source))
-        expected.update(self.buffers)
+        stored = self._stored_buffers(source)
+        expected.update(stored[name] for name in self.buffers)
         _refuse("the files lack", sorted(expected - source.names))
-        buffers = [each.hf for each in self.architecture.buffers]
-        expected.update(_named(each, layer, -1) for each in buffers for layer in range(self.num_layers))
+        expected.update(stored.values())
         ignored = [re.compile(each) for each in self.architecture.ignored]
         left = source.names - expected - self.spare
+        left -= set(mtp_tensors(left, self.hf.config.to_dict()))
         _refuse(
             "the files have unused tensors:",
             sorted(name for name in left if not any(each.fullmatch(name) for each in ignored)),
         )
+
+    def _stored_buffers(self, source: Source) -> dict[str, str]:
+        """Names in the source of the buffers of transformers' model that the architecture's rules describe."""
+        found: dict[str, str] = {}
+        described = {name for name, _ in self.hf.named_buffers()}
+        for rule in self.architecture.buffers:
+            for layer in range(self.num_layers):
+                name, stored = _named(rule.hf, layer, -1), _named(rule.stored, layer, -1)
+                if name in described:
+                    found[name] = stored if stored in source.names else name
+        return found
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -324,6 +339,8 @@ def mark(parameter: Any, rule: Rule, parallel: Parallel) -> None:
     # own group: count their replicated parameters on its first rank instead.
     parameter.tensor_model_parallel = True
     parameter.shared = not cut and parallel.etp.rank() > 0
+    # Megatron sets this for biases of experts as well, whose gradients it would then sum over dense ranks.
+    parameter.sequence_parallel = False
 
 
 def _over_stages(run: PackedModel, name: str) -> str:

@@ -13,16 +13,13 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from roll_core.errors import ModelError
-from roll_strategy_megatron.bridge.architectures import BUILTIN as LLAMA_FAMILY
-from roll_strategy_megatron.bridge.deepseek import DEEPSEEK_V3
+from roll_strategy_megatron.bridge.architectures import BUILTIN
 from roll_strategy_megatron.config import ENTRY_POINTS as GROUP
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from roll_strategy_megatron.bridge.rules import Architecture
-
-BUILTIN = {**LLAMA_FAMILY, "deepseek_v3": DEEPSEEK_V3}
 
 
 def find_architecture(model_type: str) -> Architecture:

@@ -43,7 +43,9 @@ class BufferRule:
 
     mcore: str
     hf: str
-    """Name in transformers' model and in checkpoint files."""
+    """Name in transformers' model."""
+    stored: str = ""
+    """Name in checkpoint files, if it differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class Architecture:
 
     rules: tuple[Rule, ...]
     settings: Callable[[Any], Mapping[str, Any]]
-    """Function from transformers' config to arguments of Megatron's `TransformerConfig`.
+    """Function from transformers' config to arguments of `layers.DecoderConfig`.
 
     Raises `ModelError` for settings that Megatron's layers cannot compute.
     """

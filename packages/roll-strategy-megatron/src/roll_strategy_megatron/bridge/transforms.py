@@ -59,13 +59,16 @@ class Transform(ABC):
 class Copy(Transform):
     """The tensor itself; `tp_dim` 0 for layers sharded by outputs, 1 for layers sharded by inputs."""
 
+    transposed: bool = False
+    """Transpose Hugging Face's matrix of inputs × outputs."""
+
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Return the only part."""
-        return parts[0]
+        return parts[0].T if self.transposed else parts[0]
 
     def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Return the tensor as the only part."""
-        return [whole]
+        return [whole.T if self.transposed else whole]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ class Vocabulary(Transform):
 
 @dataclass(frozen=True, kw_only=True)
 class FuseQKV(Transform):
-    """`[q] [k] [v]` to `[G, (heads per group + 2) · D, ...]`: each group's queries, its key, its value.
+    """`[q] [k] [v]`, three tensors or one, to `[G, (heads per group + 2) · D, ...]`: each group's queries, key, value.
 
     Also for biases.
     """
@@ -95,12 +98,16 @@ class FuseQKV(Transform):
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Join query, key and value, in this order."""
+        if len(parts) == 1:
+            rows = [each * sizes.head_dim for each in (sizes.num_heads, sizes.num_groups, sizes.num_groups)]
+            parts = torch.split(parts[0], rows)
         return torch.cat([each.reshape(sizes.num_groups, -1, *each.shape[1:]) for each in parts], dim=1)
 
     def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
-        """Split into query, key and value, in this order."""
+        """Split into query, key and value, in this order, or return all as one tensor."""
         queries = sizes.num_heads // sizes.num_groups * sizes.head_dim
-        return [each.flatten(0, 1) for each in torch.split(whole, [queries, sizes.head_dim, sizes.head_dim], dim=1)]
+        parts = [each.flatten(0, 1) for each in torch.split(whole, [queries, sizes.head_dim, sizes.head_dim], dim=1)]
+        return parts if num_parts == 3 else [torch.cat(parts)]
 
     def whole_shape(self, share: Tensor, size: int, sizes: Sizes) -> tuple[int, ...]:
         """Shape of a shard with a dimension for the groups."""
@@ -108,19 +115,57 @@ class FuseQKV(Transform):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardedParts(Transform):
+    """Rows of several projections in one tensor; each rank has a shard of each projection, in the same order.
+
+    Adapters of layers that transformers has fused (Phi-3's `qkv_proj`) have factors B like this.
+    """
+
+    tp_dim: int | None = 0
+    rows: tuple[int, ...]
+    """Rows of each projection, over all ranks."""
+
+    def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        """Return the only part."""
+        return parts[0]
+
+    def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """A rank's rows of each projection."""
+        return torch.cat([each.chunk(size)[rank] for each in torch.split(whole, list(self.rows))])
+
+    def whole_shape(self, share: Tensor, size: int, sizes: Sizes) -> tuple[int, ...]:
+        """Shape of a shard with a dimension for the ranks."""
+        return (1, *share.shape)
+
+    def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
+        """Put each projection's rows of all ranks together."""
+        by_projection = torch.split(whole, [each // len(whole) for each in self.rows], dim=1)
+        return [torch.cat([each.flatten(0, 1) for each in by_projection])]
+
+
+@dataclass(frozen=True, kw_only=True)
 class FuseGateUp(Transform):
     """Gate and up projections, two tensors or one, to `[2, I, ...]`."""
 
     tp_dim: int | None = 1
+    transposed: bool = False
+    """Transpose Hugging Face's matrix of inputs × outputs."""
+    interleaved: bool = False
+    """The outputs of gate and up alternate in Hugging Face's tensor."""
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Join gate and up, in this order."""
         both = torch.cat(list(parts))
+        if self.transposed:
+            both = both.T
+        if self.interleaved:
+            return both.reshape(len(both) // 2, 2, *both.shape[1:]).transpose(0, 1)
         return both.reshape(2, len(both) // 2, *both.shape[1:])  # an expert without tokens has parts without columns
 
     def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Split into gate and up, in this order, or return both as one tensor."""
-        return list(whole.flatten(0, 1).chunk(num_parts))
+        both = (whole.transpose(0, 1) if self.interleaved else whole).flatten(0, 1)
+        return list((both.T if self.transposed else both).chunk(num_parts))
 
     def whole_shape(self, share: Tensor, size: int, sizes: Sizes) -> tuple[int, ...]:
         """Shape of a shard with a dimension for gate and up."""

@@ -7,11 +7,11 @@ from transformer_engine.pytorch.module import collectives
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 
-def root_mean_square(inputs, weight, eps):
+def root_mean_square(inputs, weight, eps, zero_centered_gamma):
     """In float32."""
     x = inputs.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return (x * weight.float()).to(inputs.dtype)
+    return (x * (weight.float() + zero_centered_gamma)).to(inputs.dtype)
 
 
 def new(init_method, dtype, device, *shape):
@@ -22,14 +22,13 @@ def new(init_method, dtype, device, *shape):
 
 class RMSNorm(torch.nn.Module):
     def __init__(self, *, hidden_size, eps, sequence_parallel, params_dtype, zero_centered_gamma, device):
-        assert not zero_centered_gamma
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = new(lambda weight: None, params_dtype, device, hidden_size)
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, inputs):
-        return root_mean_square(inputs, self.weight, self.eps)
+        return root_mean_square(inputs, self.weight, self.eps, self.zero_centered_gamma)
 
 
 class Linear(TransformerEngineBaseModule):
@@ -85,17 +84,16 @@ class Linear(TransformerEngineBaseModule):
 class LayerNormLinear(Linear):
     def __init__(self, *, eps, normalization, zero_centered_gamma, return_layernorm_output, **options):
         assert normalization == "RMSNorm"
-        assert not zero_centered_gamma
         assert not return_layernorm_output
         super().__init__(**options)
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.layer_norm_weight = new(
             lambda weight: None, options["params_dtype"], options["device"], options["in_features"]
         )
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
 
     def forward(self, inputs, is_first_microbatch=None):
-        return self.shared(root_mean_square(inputs, self.layer_norm_weight, self.eps))
+        return self.shared(root_mean_square(inputs, self.layer_norm_weight, self.eps, self.zero_centered_gamma))
 
 
 class LayerNormMLP(torch.nn.Module):
