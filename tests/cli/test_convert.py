@@ -334,3 +334,91 @@ def test_a_models_own_directory_is_what_a_run_begins_from(stored, tmp_path, caps
     assert mentions(said, "model")
     assert f"pretrain: {model}" in said.replace("\n", "")
     assert not (tmp_path / "out").exists()
+
+
+# -- merge -------------------------------------------------------------------------------------------------------------
+
+
+def adapter_of_peft(spec, folder, **options):
+    """An adapter as peft saves it, with random factors, and the model that peft merges from it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(4)
+    base = AutoModelForCausalLM.from_pretrained(spec.path, dtype="auto")
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.requires_grad:
+                each.add_(torch.randn(each.shape), alpha=0.1)
+    model.save_pretrained(folder)
+    return model.merge_and_unload()
+
+
+KINDS = {
+    "linear": {"target_modules": ["q_proj", "up_proj"], "rank_pattern": {"q_proj": 2}, "use_rslora": True},
+    "DoRA, embeddings and whole modules": {
+        "target_modules": ["o_proj", "embed_tokens"],
+        "use_dora": True,
+        "modules_to_save": ["norm"],
+    },
+    "experts": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft about transformers and embeddings
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_that_peft_saved_is_merged_as_peft_does(tmp_path, monkeypatch, kind):
+    architecture = MIXTURE if kind == "experts" else QWEN3
+    spec = write_checkpoint(tmp_path / "model", architecture, task="causal_lm", vocab_size=VOCABULARY)
+    expected = adapter_of_peft(spec, tmp_path / "adapter", **KINDS[kind])
+    if kind != "experts":  # weights are read one at a time
+        monkeypatch.delattr("roll_modeling.convert.load_model")
+    assert main(["checkpoint", "merge", str(tmp_path / "adapter"), str(tmp_path / "out")]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    for name, each in expected.state_dict().items():
+        assert found[name].dtype == each.dtype
+        torch.testing.assert_close(found[name], each, rtol=1e-5, atol=1e-6)
+    vocabularies = [AutoTokenizer.from_pretrained(place).get_vocab() for place in (tmp_path / "out", spec.path)]
+    assert vocabularies[0] == vocabularies[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_merged_checkpoint_and_a_merged_export_equal_the_published_weights(stored, tmp_path, dtype):
+    lora = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0, export="adapter")
+    spec = stored()
+    if dtype == "bf16":
+        AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.bfloat16).save_pretrained(spec.path)
+    strategy = trained(replace(spec, lora=lora, dtype=dtype))
+    checkpoint = saved(tmp_path, {"actor_train": strategy})
+    strategy.export_model(tmp_path / "export")
+    published = {name: each.clone() for name, each in strategy.export_weights()}
+    for place in (checkpoint, tmp_path / "export"):
+        out = tmp_path / f"out-{place.name}"
+        assert main(["checkpoint", "merge", str(place), str(out)]) == 0
+        held = load_file(out / "model.safetensors")
+        for name, each in held.items():
+            assert torch.equal(each, published[name])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_another_model_or_kind_is_refused(stored, tmp_path, capsys):
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    adapter_of_peft(stored(), adapter, target_modules=["q_proj"])
+    wider = write_checkpoint(tmp_path / "wider", QWEN3 | {"hidden_size": 64}, task="causal_lm", vocab_size=VOCABULARY)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    cases = [
+        (["--base-model", wider.path], {}, ("wider", "adapter")),
+        (["--base-model", str(tmp_path / "none")], {}, ("none",)),
+        ([], {"base_model_name_or_path": None}, ("--base-model",)),
+        ([], {"task_type": "SEQ_CLS"}, ("SEQ_CLS",)),
+        ([], {"target_modules": ["q_proj", "k_proj"]}, ("k_proj",)),
+    ]
+    for words, changed, facts in cases:
+        (adapter / "adapter_config.json").write_text(json.dumps(config | changed))
+        assert main(["checkpoint", "merge", str(adapter), str(out), *words]) == 2
+        assert mentions(capsys.readouterr().err, *facts)
+        assert not out.exists()
+    (adapter / "adapter_model.safetensors").unlink()
+    assert main(["checkpoint", "merge", str(adapter), str(out)]) == 2
+    assert mentions(capsys.readouterr().err, "adapter_model.safetensors")

@@ -1,28 +1,45 @@
-"""Converts a portable state to a model directory that transformers loads."""
+"""Writes model directories that transformers loads: of a portable state, or of a base model and an exported adapter."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.errors import CheckpointMismatchError
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from roll_core.errors import CheckpointMismatchError, UnsupportedError, one_line
+from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_modeling.expert_adapters import ExpertAdapters
 from roll_modeling.export import write_model
-from roll_modeling.lora import add_adapters
-from roll_modeling.model import empty_model, load_model
+from roll_modeling.lora import ADAPTER, ADAPTERS, PREFIX, Adapters, add_adapters, base_name, stored_name
+from roll_modeling.model import DTYPES, empty_model, load_config, load_model, quiet
+from roll_modeling.pieces import ModelFiles, write_gathered
 from roll_modeling.portable_state import check_same, stored_buffers
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
-    from roll_core.spec.model import LoraSpec, ModelSpec
+    from peft import LoraConfig
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
     from roll_core.spec.train import PortableState
 
 
 def write_stored_state(
-    state: PortableState, spec: ModelSpec, description: Path, out: Path, *, base_model: str | None = None
+    state: PortableState,
+    spec: ModelSpec,
+    description: Path,
+    out: Path,
+    *,
+    base_model: str | None = None,
+    merged: bool = False,
 ) -> None:
-    """Write the whole model, or its adapters in the form given by the run's `lora_export`.
+    """Write the whole model, or its adapters in the form given by the run's `lora_export`, `merged` if asked.
 
     `spec` and `description` (config and tokenizer) come from the run that wrote the state. `base_model` replaces the
     path of the run's base model. Raises `CheckpointMismatchError`.
@@ -30,7 +47,8 @@ def write_stored_state(
     if spec.lora is None:
         _write_whole(state, spec, description, out)
     else:
-        _write_adapted(state, spec, spec.lora, description, out, base_model)
+        lora = replace(spec.lora, export="merged") if merged else spec.lora
+        _write_adapted(state, spec, lora, description, out, base_model)
 
 
 def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: Path) -> None:
@@ -80,3 +98,123 @@ def _write_adapted(
         of_experts.write_merged(adapters, spec, out)
     else:
         write_model(model, spec, adapters.state_dict(), out)
+
+
+def write_merged_adapter(
+    adapter: Path, out: Path, *, base_model: str | None = None, trust_remote_code: bool = False
+) -> None:
+    """Write the base model with the LoRA adapter of the directory `adapter`, in peft's format, merged.
+
+    The base model is `base_model`, or else the one that the adapter names; its dtype is kept. Its weights are read one
+    at a time, unless transformers stores them in another form than its model has. Raises `CheckpointMismatchError`,
+    `ModelError` and `UnsupportedError`.
+    """
+    from peft import inject_adapter_in_model
+
+    config = _adapter_config(adapter)
+    spec = _base_spec(adapter, config, base_model, trust_remote_code=trust_remote_code)
+    model, read = _lazily_read(spec)
+    names = [name for name, _ in model.named_parameters()]
+    try:
+        with quiet():
+            inject_adapter_in_model(config, model, ADAPTER)
+        adapters = Adapters(model, spec, config, names)
+        _load_adapter(adapters, adapter, names)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointMismatchError(
+            f"{adapter} does not fit the base model {spec.path}: {one_line(error)}"
+        ) from error
+
+    by_id = {id(each): base_name(name) for name, each in model.named_parameters()}
+
+    def whole(parameter: Tensor) -> Tensor:
+        return read(by_id[id(parameter)]) if parameter.is_meta else parameter
+
+    write_gathered(
+        model,
+        spec,
+        out,
+        adapters=adapters,
+        exported=adapters.merged(whole),
+        whole=whole,
+        shape_of=lambda each: tuple(each.shape),
+        writes=True,
+    )
+
+
+def _load_adapter(adapters: Adapters, folder: Path, names: Iterable[str]) -> None:
+    """Load the stored factors and whole modules in float32; `names` are those of the base model's parameters.
+
+    Raises `KeyError` if the files have other tensors than the model.
+    """
+    from peft.utils import set_peft_model_state_dict
+
+    stored = {name.removeprefix(PREFIX): each for name, each in load_file(folder / ADAPTERS).items()}
+    trained = adapters.trained()
+    loaded = {name: stored.pop(key) for name in trained if (key := stored_name(name)) in stored}
+    for name in (*names, *(f"{name.removesuffix('.weight')}.base_layer.weight" for name in names)):
+        stored.pop(name, None)  # peft stores embeddings beside their adapters
+    adapters.model.load_state_dict(loaded, strict=False, assign=True)
+    if stored:  # in the form of another version of transformers, which peft converts
+        for name in trained.keys() - loaded.keys():
+            trained[name].data = trained[name].data.float()
+        result = set_peft_model_state_dict(adapters.model, stored, ADAPTER)
+        stored = dict.fromkeys(result.unexpected_keys)
+        loaded |= dict.fromkeys(trained.keys() - set(result.missing_keys))
+    if odd := [*stored, *(trained.keys() - loaded.keys())]:
+        raise KeyError(f"{min(odd)} is in only one of them")
+
+
+def _adapter_config(adapter: Path) -> LoraConfig:
+    from peft import LoraConfig, PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(str(adapter))
+    except (OSError, ValueError, TypeError, KeyError, json.JSONDecodeError) as error:
+        raise CheckpointMismatchError(
+            f"{adapter}: its adapter_config.json cannot be read: {one_line(error)}"
+        ) from error
+    if not isinstance(config, LoraConfig) or config.task_type not in (None, "CAUSAL_LM"):
+        kind = config.task_type if isinstance(config, LoraConfig) else config.peft_type
+        raise UnsupportedError(f"{adapter}: only LoRA adapters of causal language models are merged, not {kind}")
+    if not (adapter / ADAPTERS).is_file():
+        raise CheckpointMismatchError(f"{adapter} has no {ADAPTERS}")
+    config.inference_mode = True
+    return config
+
+
+def _base_spec(adapter: Path, config: LoraConfig, base_model: str | None, *, trust_remote_code: bool) -> ModelSpec:
+    """Spec of the base model, in its own dtype, with the tokenizer of the adapter if it has one."""
+    path = base_model or config.base_model_name_or_path
+    if not path:
+        raise CheckpointMismatchError(f"{adapter} names no base model: give --base-model")
+    has_tokenizer = (adapter / "tokenizer_config.json").is_file()
+    lora = LoraSpec(targets=(), rank=config.r, alpha=config.lora_alpha)
+    spec = ModelSpec(path=path, trust_remote_code=trust_remote_code, lora=lora)
+    dtype = load_config(spec).dtype or torch.float32
+    names = {value: name for name, value in DTYPES.items()}
+    if dtype not in names:
+        raise UnsupportedError(f"{path}: weights in {dtype} cannot be merged with an adapter")
+    return replace(spec, dtype=names[dtype], tokenizer=str(adapter) if has_tokenizer else "")
+
+
+def _lazily_read(spec: ModelSpec) -> tuple[PreTrainedModel, Callable[[str], Tensor]]:
+    """Model with parameters on the device `meta`, and a function that reads one of them by its name.
+
+    The model has all its weights, and the function is not called, if its files have them under other names.
+    """
+    files = ModelFiles(Path(spec.path)) if Path(spec.path).is_dir() else None
+    model = empty_model(spec) if files is not None and files.places else None
+    if model is None or files is None or any(name not in files.places for name, _ in model.named_parameters()):
+        return load_model(spec), dict[str, "Tensor"]().__getitem__
+    dtypes = {name: each.dtype for name, each in model.named_parameters()}
+
+    def read(name: str) -> Tensor:
+        with safe_open(files.places[name], framework="pt") as opened:
+            found: Tensor = opened.get_tensor(name)
+        return found.to(dtypes.get(name, found.dtype))
+
+    for name, buffer in model.named_buffers():
+        if name in files.places:
+            buffer.copy_(read(name))
+    return model, read

@@ -50,6 +50,8 @@ ADAPTER = "default"
 """Name of the only adapter in peft."""
 ADAPTERS = "adapter_model.safetensors"
 """File name of peft's adapter weights."""
+PREFIX = "base_model.model."
+"""Prefix of the names in that file."""
 FACTORS = {
     f"lora_A.{ADAPTER}.weight": "A",
     f"lora_B.{ADAPTER}.weight": "B",
@@ -335,7 +337,7 @@ class Adapters:
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         self._config.save_pretrained(path, auto_mapping_dict=None if self._config.task_type else mapping)
         tensors = {
-            f"base_model.model.{_stored_name(name)}": each.detach().to("cpu", copy=True).contiguous()
+            f"{PREFIX}{stored_name(name)}": each.detach().to("cpu", copy=True).contiguous()
             for name, each in (self.trained() if state is None else state).items()
         }
         save_file(tensors, path / ADAPTERS, metadata={"format": "pt"})
@@ -365,7 +367,7 @@ def base_name(name: str) -> str:
     return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name)
 
 
-def _stored_name(name: str) -> str:
+def stored_name(name: str) -> str:
     """Name of a trained parameter in peft's file, after its prefix."""
     plain = name.replace(f".modules_to_save.{ADAPTER}.", ".").replace(f".{ADAPTER}", "")
     return plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")

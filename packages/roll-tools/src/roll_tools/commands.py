@@ -111,9 +111,11 @@ def _place(text: str) -> Path | str:
 
 
 def checkpoint(words: Sequence[str], registry: Registry) -> int:
-    """List or verify the checkpoints of a run, or convert one to a model."""
-    parser = command_parser("checkpoint", "List or verify the checkpoints of a run, or convert one to a model.")
-    actions = parser.add_subparsers(dest="action", metavar="list | verify | convert", required=True)
+    """List or verify the checkpoints of a run, convert one to a model, or merge an adapter."""
+    parser = command_parser(
+        "checkpoint", "List or verify the checkpoints of a run, convert one to a model, or merge an adapter."
+    )
+    actions = parser.add_subparsers(dest="action", metavar="list | verify | convert | merge", required=True)
     listing = actions.add_parser("list", help="list the checkpoints of a run or an experiment", allow_abbrev=False)
     listing.add_argument("place", metavar="RUN_OR_DIR", type=_place, help="directory of a run or an experiment, or URL")
     listing.add_argument("--verify", action="store_true", help="compare digests too, not only file sizes")
@@ -137,23 +139,34 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
         " the checkpoint is not portable, this process builds the role's strategy with one rank.",
         allow_abbrev=False,
     )
+    merging = actions.add_parser(
+        "merge",
+        help="write a model with its adapter merged, as a directory for transformers",
+        description="Write a model with its LoRA adapter merged, as a directory that transformers loads: of a"
+        " checkpoint, or of an adapter that a run exported or peft saved.",
+        allow_abbrev=False,
+    )
+    merging.add_argument(
+        "place", metavar="RUN_OR_CHECKPOINT_OR_ADAPTER", type=Path, help="checkpoint, run, or adapter directory"
+    )
     converting.add_argument(
         "place", metavar="RUN_OR_CHECKPOINT", type=Path, help="checkpoint, or run directory: its newest one"
     )
-    converting.add_argument("out", metavar="OUT", type=Path, help="directory to create")
-    converting.add_argument("--role", help="trained role; required if there are several")
-    converting.add_argument("--base-model", metavar="DIR", help="new path of the model that the run started from")
-    converting.add_argument("--platform", help="platform of the strategy (default: detected)")
-    converting.add_argument("--trust-remote-code", action="store_true", help="execute code of the base model")
-    converting.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="change a key of strategy_config, such as tensor_model_parallel_size=1; may be repeated",
-    )
+    for each in (converting, merging):
+        each.add_argument("out", metavar="OUT", type=Path, help="directory to create")
+        each.add_argument("--role", help="trained role; required if there are several")
+        each.add_argument("--base-model", metavar="DIR", help="new path of the model that the run started from")
+        each.add_argument("--platform", help="platform of the strategy (default: detected)")
+        each.add_argument("--trust-remote-code", action="store_true", help="execute code of the base model")
+        each.add_argument(
+            "--set",
+            metavar="KEY=VALUE",
+            action="append",
+            default=[],
+            help="change a key of strategy_config, such as tensor_model_parallel_size=1; may be repeated",
+        )
     options = _parse_action(parser, actions, words)
-    if options.action == "convert":
+    if options.action in ("convert", "merge"):
         from roll_tools.convert import convert_checkpoint
 
         return convert_checkpoint(
@@ -165,6 +178,7 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
             platform=options.platform,
             trust_remote_code=options.trust_remote_code,
             settings=options.set,
+            merged=options.action == "merge",
         )
     from roll_tools.checkpoints import list_checkpoints, verify_checkpoints
     from roll_tools.settings import parse_settings

@@ -1,7 +1,8 @@
-"""`roll-core checkpoint convert`: writes a checkpoint's model as a directory that transformers loads.
+"""`roll-core checkpoint convert` and `merge`: write a model as a directory that transformers loads.
 
 portable state              ─► master weights in the model that the state describes         needs no strategy
 the strategy's own files    ─► its worker in this process, one rank: build, load, export    needs the strategy
+an exported adapter         ─► the base model's weights, merged one at a time               merge only
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import secrets
 import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,7 @@ from roll_tools.checkpoints import checkpoint_stores
 from roll_tools.settings import parse_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.checkpoints import Checkpoint
@@ -54,9 +56,11 @@ def convert_checkpoint(
     platform: str | None = None,
     trust_remote_code: bool = False,
     settings: Sequence[str] = (),
+    merged: bool = False,
 ) -> int:
     """Write a role's model to `out`, from a checkpoint or from the newest intact checkpoint of a run.
 
+    With `merged`, adapters are merged whatever the run's `lora_export` is, and `place` may be an exported adapter.
     Digests are compared first. `settings` are `key=value` overrides of the strategy's config. Returns the exit code.
     Raises `RunDirectoryError` if `out` exists and is not an empty directory, and `CheckpointError` if there is no
     intact checkpoint or its model is not known.
@@ -65,24 +69,30 @@ def convert_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} exists and is not an empty directory: give another OUT")
     given = parse_settings(settings)
-    checkpoint = _good(place)
-    name = _role(checkpoint, role)
+    adapter = Path(os.path.expanduser(place)).absolute()
+    exported = merged and (adapter / "adapter_config.json").is_file()
+    checkpoint = None if exported else _good(place)
+    name = "" if checkpoint is None else _role(checkpoint, role)
     working = out.parent / f".{out.name}.{secrets.token_hex(4)}"
     try:
         working.mkdir(parents=True)
     except OSError as error:
         raise RunDirectoryError(f"{out} cannot be written: {error.strerror}: give another OUT") from error
     try:
-        saved = SavedRun.of(checkpoint).roles[name]
-        if saved.portable:
-            _write(checkpoint.path / name / PORTABLE, working, base_model)
+        if checkpoint is None:
+            _merge(adapter, working, base_model, trust_remote_code=trust_remote_code)
+        elif (saved := SavedRun.of(checkpoint).roles[name]).portable:
+            _write(checkpoint.path / name / PORTABLE, working, base_model, merged=merged)
         else:
             model = _model_of(checkpoint, saved, base_model, trust_remote_code=trust_remote_code)
+            if merged and model.lora is not None:
+                model = replace(model, lora=replace(model.lora, export="merged"))
             asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, given, registry))
         os.replace(working, out)
     finally:
         shutil.rmtree(working, ignore_errors=True)
-    sys.stdout.write(f"{out}: model of {name} from {checkpoint.path}\n")
+    source = f"{adapter} merged" if checkpoint is None else f"model of {name} from {checkpoint.path}"
+    sys.stdout.write(f"{out}: {source}\n")
     return 0
 
 
@@ -206,14 +216,27 @@ async def _export(
         await trained.export(out)
 
 
-def _write(folder: Path, out: Path, base_model: str | None) -> None:
-    try:
+def _write(folder: Path, out: Path, base_model: str | None, *, merged: bool) -> None:
+    with _needs_modeling():
         from roll_modeling.convert import write_stored_state
         from roll_modeling.portable_files import MODEL, opened_portable_state, read_portable_index
-    except ModuleNotFoundError as error:
-        raise MissingRequirementError(
-            f"roll-core checkpoint convert: {error.name} is not installed. Run: {install_command('roll-modeling')}"
-        ) from error
     index = read_portable_index(folder)
     with opened_portable_state(folder) as state:
-        write_stored_state(state, index.model, folder / MODEL, out, base_model=base_model)
+        write_stored_state(state, index.model, folder / MODEL, out, base_model=base_model, merged=merged)
+
+
+def _merge(adapter: Path, out: Path, base_model: str | None, *, trust_remote_code: bool) -> None:
+    with _needs_modeling():
+        from roll_modeling.convert import write_merged_adapter
+    write_merged_adapter(adapter, out, base_model=base_model, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def _needs_modeling() -> Iterator[None]:
+    """Raise `MissingRequirementError` if an import inside this context fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingRequirementError(
+            f"roll-core checkpoint: {error.name} is not installed. Run: {install_command('roll-modeling')}"
+        ) from error

@@ -44,6 +44,7 @@ commands of roll-tools, which `pip install 'roll-core[train]'` brings:
   audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
   checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers
+  checkpoint merge ADAPTER OUT      write a model with its adapter merged
   runs [DIR] [--json]               list runs with state, step, score, config hash and age
   watch RUN                         follow a run in the terminal until it ends
   report RUN...                     write report.html of a run again, or a page that compares several runs
