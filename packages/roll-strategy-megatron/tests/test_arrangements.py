@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from architectures import MODELS
 from divisions import DIVISIONS
 from megatron_programs import DEEPSEEK, MIXTURE, WANT, offloaded, score_and_train, train_unchecked
 from safetensors.torch import load_file, save_file
@@ -64,7 +65,7 @@ class Arrangement:
     model: dict = field(default_factory=lambda: QWEN3)
     config: dict = field(default_factory=dict)
     checkpointing: bool = False
-    calls: tuple[int, int, int] = (1, 1, 1)
+    calls: tuple[int, ...] = (1, 1, 1)
     """Over which the microbatches of each step are spread."""
     task: str = "causal_lm"
 
@@ -94,6 +95,20 @@ PRODUCTS = {
         ranks=1, model=DEEPSEEK | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
     ),
     "deepseek, queries whole, tp 2, sp": Arrangement(ranks=2, config=sizes(tp=2, sp=True), model=WHOLE_QUERIES),
+    "gemma 3, pp 2, vpp 2, layers recomputed": Arrangement(
+        ranks=2,
+        config=sizes(pp=2, vpp=2),
+        model=MODELS["gemma3_text"] | FOUR | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        checkpointing=True,
+    ),
+    # Two steps: after them, rounding alone moves the third gradient of these small models by 1e-4, on one rank as well.
+    "gemma 3, values, tp 2, cp 2, sp": Arrangement(
+        ranks=4, config=sizes(tp=2, cp=2, sp=True), model=MODELS["gemma3_text"], task="value", calls=(1, 1)
+    ),
+    "gpt-oss, ep 2, tp 2, cp 2, sp": Arrangement(
+        ranks=4, config=sizes(ep=2, tp=2, cp=2, etp=1, sp=True), model=MODELS["gpt_oss"], calls=(1, 1)
+    ),
+    "olmo 2, tp 2, pp 2": Arrangement(ranks=4, config=sizes(tp=2, pp=2), model=MODELS["olmo2"]),
     "mixtral": Arrangement(ranks=1, model=MIXTRAL),
     "mistral, cp 2, window": Arrangement(ranks=2, model=MISTRAL, config=sizes(cp=2)),
     "dp 2": Arrangement(ranks=2),
