@@ -60,6 +60,7 @@ EXAMPLES = {
         "chunked_prefill_size": "4096",
         "page_size": "64",
         "attention_backend": "fa3",
+        "moe_runner_backend": "triton",
     },
 }
 """Values of keys whose type and default show no form."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 ON_A_CPU = {
     "attention_backend": "torch_native",
@@ -19,14 +20,11 @@ STAND_INS = str(Path(__file__).parent / "cpu")
 
 
 @contextmanager
-def stood_in():
-    """Processes that are started meanwhile find the stand-ins before all else."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_INS, before]))
-    try:
+def stood_in(**variables):
+    """Processes that are started meanwhile find the stand-ins before all else, and these environment variables.
+
+    Triton's kernels run in its interpreter: SGLang has no others for gates of shared experts.
+    """
+    path = os.pathsep.join(filter(None, [STAND_INS, os.environ.get("PYTHONPATH")]))
+    with patch.dict(os.environ, {"PYTHONPATH": path, "TRITON_INTERPRET": "1", **variables}):
         yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before

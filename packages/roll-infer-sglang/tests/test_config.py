@@ -30,6 +30,7 @@ def test_what_is_not_given_is_left_to_the_engine():
         "load_format": "auto",
         "schedule_policy": "fcfs",
         "enable_priority_scheduling": True,
+        "ep_size": 1,
         "host": "127.0.0.1",
         "enable_lora": False,
     }
@@ -98,12 +99,28 @@ def test_check_names_the_nearest_argument(tmp_path, capsys):
     assert mentions(said, "mem_fraction_static")
 
 
-def test_models_and_lengths_that_it_cannot_serve_are_refused():
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        SglangConfig(enable_lora=True).check_model({key: 8})
-        SglangConfig().check_model({key: 0, "hidden_size": 64})
-        with raises_error(ValueError, "experts"):
-            SglangConfig().check_model({key: 8})
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_that_cannot_be_distributed_are_refused(key):
+    SglangConfig().check_model({key: 6})
+    SglangConfig(tp_size=4, ep_size=2).check_model({key: 6})
+    SglangConfig(ep_size=2).check_model({key: 6})  # the role decides on tp_size
+    with raises_error(ValueError, "ep_size 4", "6 experts"):
+        SglangConfig(tp_size=4, ep_size=4).check_model({key: 6})
+    with raises_error(ValueError, "ep_size 3", "2 slots"):
+        SglangConfig(tp_size=2, ep_size=3).check_model({key: 6})
+    with raises_error(ValueError, "ep_size 2"):
+        SglangConfig(tp_size=2, ep_size=2).check_model({key: 0, "model_type": "qwen3"})
+
+
+def test_kernels_that_convert_experts_are_refused():
+    SglangConfig(moe_runner_backend="triton").check_model({"num_experts": 8})
+    for backend in ("auto", "flashinfer_cutlass"):
+        with raises_error(ValueError, "moe_runner_backend", backend):
+            SglangConfig(moe_runner_backend=backend).check_model({"num_experts": 8})
+        SglangConfig(moe_runner_backend=backend).check_model({"model_type": "qwen3"})
+
+
+def test_lengths_that_it_cannot_serve_are_refused():
     SglangConfig().check_lengths(1024, 1024)
     SglangConfig(context_length=2048).check_lengths(1024, 1024)
     with raises_error(ValueError, "context_length", "2047", "2048"):
@@ -136,8 +153,10 @@ def test_lengths_experts_and_nodes_are_mistakes_where_they_are_written(tmp_path)
     at = "actor_infer.strategy_args.strategy_config"
     assert problems(tmp_path, "{page_size: 1, context_length: 2047}") == [(6, 90, at)]
     assert problems(tmp_path, "{context_length: 2048}") == []
-    experts = "actor_train.model_args.random_init={model_type: qwen3_moe}"
-    assert problems(tmp_path, "{page_size: 1}", experts) == [(6, 59, at)]
+    experts = "actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 6}"
+    assert problems(tmp_path, "{page_size: 1, ep_size: 2}", experts) == []
+    assert problems(tmp_path, "{page_size: 1, ep_size: 4}", experts) == [(6, 59, at)]
+    assert [key for *_, key in problems(tmp_path, "{enable_eplb: true}", experts)] == [at]
     spread = ("num_gpus_per_node=4", "actor_infer.device_mapping=[3,4]")
     assert [key for *_, key in problems(tmp_path, "{tp_size: 2}", *spread)] == ["actor_infer.device_mapping"]
 

@@ -270,7 +270,8 @@ async def num_beside(live, name):
 
 
 def test_the_arguments_that_check_knows_are_the_engines_own(monkeypatch):
-    """An argument that the installed engine lacks is named, with the nearest that it has."""
+    """An argument that the installed engine lacks is named, with the nearest that it has. Other releases have
+    others."""
     from roll_infer_sglang import server
     from roll_infer_sglang.arguments import PASSED_ON, REJECTED
 
@@ -290,4 +291,4 @@ def test_the_arguments_that_check_knows_are_the_engines_own(monkeypatch):
         asyncio.run(start())
     known = set(SglangConfig.model_fields) - set(SglangConfig.own_keys)
     assert known >= set(PASSED_ON) | set(REJECTED)
-    assert known == {name for name in own if not name.startswith("_")}
+    assert known >= {name for name in own if not name.startswith("_")}

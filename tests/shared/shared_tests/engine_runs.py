@@ -33,6 +33,14 @@ MODEL = {
     "head_dim": 32,
     "max_position_embeddings": 512,
 }
+MIXTURE = {
+    **{key: each for key, each in MODEL.items() if key != "intermediate_size"},
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
+}
 INPUTS_AND_OUTPUTS = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 2 * (64 + 96) + (96 + 64)
 """Input plus output sizes of the projections q, k and v, o, gate and up, down, summed over one layer."""
 JUDGE = "def score(prompt, response, **row):\n    return sum(c in '02468' for c in response) / 6 + len(response) % 2\n"
@@ -96,9 +104,10 @@ class AdapterRunTests:
 
         Engine and trainer logprobs must then agree.
         """
-        rows = [json.dumps({"id": i, "prompt": f"{i:03d}>", "ground_truth": ""}) for i in range(32)]
-        (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-        _, lines = finished_run(tmp_path, "judges", JUDGE, self._config(tmp_path))
+        config = two_steps(tmp_path, self.engine, {"enable_lora": True, **self.settings})
+        config["actor_train"]["model_args"] |= {"lora_target": "all-linear", "lora_rank": RANK}
+        config["guards"] = {"logprob_probe": {"every": 1}, "logprob_gap": {"action": "error", "threshold": BOUND}}
+        _, lines = finished_run(tmp_path, "judges", JUDGE, config)
         assert [line["weight_sync/version"] for line in lines] == [0, 1]
         for line in lines:
             assert line["weight_sync/copied_bytes"] == 4 * RANK * LAYERS * INPUTS_AND_OUTPUTS
@@ -111,46 +120,64 @@ class AdapterRunTests:
         read = max(step for step, count in enumerate(counted, start=1) if count)
         assert sum(counted) >= sum(line["tokens/generated"] for line in lines[:read])
 
-    def _config(self, folder: Path) -> Mapping[str, Any]:
-        return {
-            "pipeline": "rlvr",
-            "exp_name": "adapters",
-            "output_dir": str(folder / "output"),
-            "executor": "ray",
-            "seed": 3,
-            "max_steps": 2,
-            "rollout_batch_size": 4,
-            "num_return_sequences_in_group": 4,
-            "prompt_length": 8,
-            "response_length": 6,
-            "track_with": [],
-            "save_steps": 0,
-            "eval_steps": 0,
-            "tokenizer": {"kind": "char", "alphabet": "0123456789>"},
-            "guards": {"logprob_probe": {"every": 1}, "logprob_gap": {"action": "error", "threshold": BOUND}},
-            "actor_train": {
-                "model_args": {
-                    "dtype": "fp32",
-                    "disable_gradient_checkpointing": True,
-                    "random_init": MODEL,
-                    "lora_target": "all-linear",
-                    "lora_rank": RANK,
-                },
-                "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 16},
-                "data_args": {"file_name": str(folder / "rows.jsonl")},
-                "strategy_args": {"strategy_name": "hf_train"},
-                "device_mapping": [0],
-            },
-            "actor_infer": {
-                "model_args": {"dtype": "fp32"},
-                "strategy_args": {
-                    "strategy_name": self.engine,
-                    "strategy_config": {"enable_lora": True, **self.settings},
-                },
-                "device_mapping": [0],
-            },
-            "rewards": {"digits": {"reward": "function", "function": "judges:score"}},
-        }
+
+class RouterReplayRunTests:
+    """Trainer and engine share one slot. The engine rounds to bf16, the trainer does not."""
+
+    engine: ClassVar[str]
+    """Name of the infer strategy."""
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Its `strategy_config`."""
+
+    @pytest.mark.ray
+    def test_replay_brings_the_trainer_to_the_engines_logprobs(self, tmp_path: Path) -> None:
+        """In the first step both runs have the same weights, and prompts: only the trainer's routing differs."""
+        found = {}
+        for mode in ("R3", "disable"):
+            config = two_steps(tmp_path, self.engine, self.settings)
+            config["actor_train"]["model_args"]["random_init"] = MIXTURE
+            config["actor_infer"]["model_args"]["dtype"] = "bf16"
+            config["guards"] = {"logprob_probe": "off", "logprob_gap": "off"}
+            config |= {"router_replay": {"mode": mode}, "exp_name": mode}
+            _, found[mode] = finished_run(tmp_path, "judges", JUDGE, config)
+        assert found["R3"][0]["actor/logprob_gap"] < 0.7 * found["disable"][0]["actor/logprob_gap"]
+        assert all(0 < line["actor/routing_disagreement"] < 0.5 for line in found["R3"])
+        assert not any("actor/routing_disagreement" in line for line in found["disable"])
+
+
+def two_steps(folder: Path, engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Config of GRPO of two steps, trainer and engine on one slot; its rows are written into `folder`."""
+    rows = [json.dumps({"id": i, "prompt": f"{i:03d}>", "ground_truth": ""}) for i in range(32)]
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return {
+        "pipeline": "rlvr",
+        "exp_name": "two-steps",
+        "output_dir": str(folder / "output"),
+        "executor": "ray",
+        "seed": 3,
+        "max_steps": 2,
+        "rollout_batch_size": 4,
+        "num_return_sequences_in_group": 4,
+        "prompt_length": 8,
+        "response_length": 6,
+        "track_with": [],
+        "save_steps": 0,
+        "eval_steps": 0,
+        "tokenizer": {"kind": "char", "alphabet": "0123456789>"},
+        "actor_train": {
+            "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True, "random_init": MODEL},
+            "training_args": {"learning_rate": 1e-2, "per_device_train_batch_size": 16},
+            "data_args": {"file_name": str(folder / "rows.jsonl")},
+            "strategy_args": {"strategy_name": "hf_train"},
+            "device_mapping": [0],
+        },
+        "actor_infer": {
+            "model_args": {"dtype": "fp32"},
+            "strategy_args": {"strategy_name": engine, "strategy_config": dict(settings)},
+            "device_mapping": [0],
+        },
+        "rewards": {"digits": {"reward": "function", "function": "judges:score"}},
+    }
 
 
 class RecordedAgentRunTests:

@@ -12,11 +12,15 @@ from pydantic import Field, create_model
 
 from roll_core.spec.config import PositiveInt  # noqa: TC001 - pydantic reads the annotations
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
-from roll_modeling.architectures import check_engine, has_experts, package_folder
+from roll_modeling.architectures import NUMBER_OF_EXPERTS, check_engine, has_experts, package_folder
 from roll_modeling.engine_config import EngineConfig
 
 OUR_PLUGIN = "roll_infer_sglang."
 """Module prefix of our entry point among SGLang's plugins."""
+PLAIN_BACKEND = "triton"
+"""Value of `moe_runner_backend` for which SGLang does not convert experts after loading them."""
+MIXTURES = frozenset({"ernie4_5_moe", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+"""Types of mixtures of experts that tests have published, read back and computed."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,6 +60,11 @@ class SglangConfig(_EngineKeys):
     """Number of tokens per page of the KV cache."""
     disable_radix_cache: bool = False
     """Disable the radix cache, which shares the prefill of common prompt prefixes. Each weight update clears it."""
+    ep_size: PositiveInt = 1
+    """Expert parallel size: number of groups over which the experts of a layer are distributed; it divides `tp_size`.
+    The slots of a group shard its experts as they shard other layers."""
+    moe_runner_backend: str | None = None
+    """Kernels of experts. Only `triton`, the default, computes with weights in the form in which they are sent."""
     attention_backend: str | None = None
     """Attention kernels."""
     disable_cuda_graph: bool | None = None
@@ -69,16 +78,31 @@ class SglangConfig(_EngineKeys):
     can generate. Updating weights and aborting requests of others need the worker's key."""
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set."""
-        if not self.enable_lora and has_experts(keys):
+        """Raise `ValueError` if the experts of this model cannot be distributed over the ranks, or be read back."""
+        if has_experts(keys):
+            self.check_experts(keys, self.tp_size)
+        elif self.ep_size != 1:
+            raise ValueError(f"ep_size {self.ep_size} needs a mixture of experts, and this model has none")
+
+    def check_experts(self, keys: Mapping[str, Any], num_slots: int | None) -> None:
+        """Same for a mixture of experts on `num_slots` slots per worker; None if their number is not known."""
+        if self.moe_runner_backend not in (None, PLAIN_BACKEND):
             raise ValueError(
-                "mixtures of experts are not supported: the experts loaded in SGLang cannot be read back, so the first"
-                " weight update would be rejected"
+                f"moe_runner_backend {self.moe_runner_backend} may store experts in a form that cannot be compared with"
+                f" the sent weights; use {PLAIN_BACKEND}"
             )
+        if num_slots is not None and num_slots % self.ep_size:
+            raise ValueError(f"ep_size {self.ep_size} does not divide the worker's {num_slots} slots (tp_size)")
+        num_experts = next((keys[name] for name in NUMBER_OF_EXPERTS if keys.get(name)), None)
+        if num_experts is not None and num_experts % self.ep_size:
+            raise ValueError(f"ep_size {self.ep_size} does not divide the model's {num_experts} experts")
 
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` unless SGLang implements the architecture or can run its transformers module."""
-        return check_engine(keys, _architectures(), self.engine)
+        reason = check_engine(keys, _architectures(), self.engine)
+        if reason is None and has_experts(keys) and keys.get("model_type") not in MIXTURES:
+            return "no test has published experts of this model_type to SGLang; the first publish compares its tensors"
+        return reason
 
     def slots_per_worker(self) -> int | None:
         """Number of slots per worker: `tp_size`; None if it is not set and the role decides."""

@@ -32,7 +32,7 @@ def engine_environment(
     }
     if device == "cpu":
         wanted["SGLANG_USE_CPU_ENGINE"] = "1"  # otherwise SGLang looks for an accelerator
-        wanted[FORCED_BACKEND] = "pytorch"  # SGLang 0.5.20 ignores `sampling_backend` on a CPU
+        wanted[FORCED_BACKEND] = "pytorch"  # SGLang ignores `sampling_backend` on a CPU
         wanted[ON_CPU] = "1"
         if num_slots > num_numa_nodes():
             # SGLang assigns a NUMA node to each process, and does not start if there are too few.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ModelError
+from roll_infer_sglang.config import PLAIN_BACKEND
 from roll_infer_sglang.engine_environment import engine_environment
 from roll_infer_sglang.hooks import ADAPTER, base_name
 from roll_infer_sglang.memory import HOST_TOKENS
@@ -17,6 +18,7 @@ from roll_infer_sglang.processes import LOADER, adapter_arguments
 from roll_infer_sglang.registration import SAMPLING_BACKEND
 from roll_infer_sglang.routing import Routing
 from roll_infer_sglang.server import ServerError, SglangServer
+from roll_modeling.architectures import has_experts
 from roll_modeling.engine_config import ONE_SLOT
 from roll_modeling.engine_files import EngineFiles, engine_files
 
@@ -31,6 +33,8 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 UNITS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 UNITS_OF_A_SLOT = 32
 """On a CPU SGLang pads each slot's shard of intermediate units to a multiple of this number."""
+EXPERTS = {"moe_runner_backend": PLAIN_BACKEND, "disable_shared_experts_fusion": True}
+"""Arguments of mixtures of experts, with which weights are stored in the form in which they are sent."""
 PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_preemption": True}
 
 
@@ -63,6 +67,11 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
         files = await asyncio.to_thread(stack.enter_context, engine_files(model, "SGLang"))
         if device == "cpu" and num_slots > 1:
             check_sizes(files.text_config, num_slots, who)
+        if has_experts(keys := files.text_config.to_dict()):
+            try:
+                settings.check_experts(keys, num_slots)
+            except ValueError as error:
+                raise ModelError(f"{who}: {error}") from error
         arguments = server_arguments(settings, model, mesh, files, num_slots)
         routing = Routing.of(files.text_config) if model.router_replay else None
         try:
@@ -129,6 +138,7 @@ def server_arguments(
         "custom_weight_loader": [LOADER],
         "weight_version": "0",
         **({"enable_return_routed_experts": True} if model.router_replay else {}),
+        **(EXPERTS if has_experts(files.text_config.to_dict()) else {}),
         **(PRIORITIES if settings.enable_priority_scheduling else {}),
         "enable_memory_saver": sleeps,
         "enable_weights_cpu_backup": sleeps and settings.sleep_level == 1,

@@ -4,6 +4,13 @@ SGLang stores some weights in another form than they were sent: query, key and v
 gate and up projections in another; with tensor parallelism sharded by rows or columns; embeddings padded with rows at
 the end. Slicing and an all-gather undo all of this.
 
+Experts are stored as `roll_modeling.engine_experts` says. Each of `ep_size` groups of ranks has consecutive experts;
+the ranks of a group shard each expert. They are loaded by SGLang's own loader of one expert (`FusedMoE.weight_loader`),
+whose names are those of all architectures, and read back one expert at a time.
+
+SGLang computes multi-head latent attention with `w_kc` and `w_vc`, which it derives from `kv_b_proj` after each load.
+The latter is read back from both.
+
 For the adapter SGLang has one pool for A and one for B per module type, with a slot for each active adapter. In a slot
 of a fused module the parts are concatenated: A by rows `[parts · R, I]`, B by outputs `[O of all parts, R]`.
 """
@@ -15,15 +22,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.distributed import tensor_model_parallel_all_gather
-from sglang.srt.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.runtime_context import get_parallel
 from typing_extensions import override
 
 from roll_infer_sglang.hooks import ADAPTER_SLOT
+from roll_infer_sglang.release import num_shards
 from roll_modeling.comparing import SIDES
-from roll_modeling.engine_weights import LoadedModel, LoadedTensor
+from roll_modeling.engine_experts import ExpertLayout, ExpertName
+from roll_modeling.engine_weights import ExpertsTensor, LoadedModel, LoadedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,35 +50,45 @@ if TYPE_CHECKING:
 FUSED = {
     "qkv_proj": (QKVParallelLinear, ("q_proj", "k_proj", "v_proj")),
     "gate_up_proj": (MergedColumnParallelLinear, ("gate_proj", "up_proj")),
+    "fused_qkv_a_proj_with_mqa": (ReplicatedLinear, ("q_a_proj", "kv_a_proj_with_mqa")),
 }
 """Fused modules of SGLang: name, class, and the Hugging Face modules whose tensors they concatenate."""
 POOLS = ("A_buffer", "B_buffer"), ("A_buffer_qkv", "B_buffer_qkv")
 """Attribute names of the pools of A and B in SGLang's modules."""
+RENAMED = ((".mlp.", ".block_sparse_moe."), (".gate.moe_statics.", ".gate."))
+"""Parts of names in transformers, and what SGLang's models (Mixtral, Ernie) have instead."""
+KV_B = ".kv_b_proj.weight"
+"""End of the name of the weight from which SGLang derives `w_kc` and `w_vc`."""
+ATTENTION_SINKS = "sinks"
+"""Parameter of gpt-oss with one number per head, sharded over ranks as heads are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangTensor(LoadedTensor):
     """Location of a tensor in SGLang's model; the parameter is `weight` or `bias`."""
 
+    sizes: tuple[int, ...] = ()
+    """Rows of each fused tensor in this process's shard; empty if it is not fused."""
+
     @property
     def local(self) -> Tensor:
         """This process's shard of the tensor."""
         found: Tensor = getattr(self.module, self.parameter).detach()
-        if self.index is not None:
-            return torch.split(found, _local_sizes(self.module), dim=0)[self.index]
-        return found
+        return found if self.index is None else torch.split(found, list(self.sizes), dim=0)[self.index]
 
     @property
     @override
     def shape(self) -> tuple[int, ...]:
         module, local = self.module, tuple(self.local.shape)
+        if self.parameter == ATTENTION_SINKS:
+            return (local[0] * get_parallel().tp_size,)
         if isinstance(module, VocabParallelEmbedding):
             return module.org_vocab_size, *local[1:]
         if isinstance(module, RowParallelLinear):
-            return local if self.parameter == "bias" else (local[0], local[1] * module.tp_size)
-        if not isinstance(module, LinearBase) or not hasattr(module, "tp_size"):
+            return local if self.parameter == "bias" else (local[0], local[1] * num_shards(module))
+        if not isinstance(module, LinearBase):
             return local
-        ranks = module.tp_size // self._replicas
+        ranks = num_shards(module) // self._replicas
         return local[0] * ranks, *local[1:]
 
     @property
@@ -69,10 +96,15 @@ class SglangTensor(LoadedTensor):
         """Number of ranks that hold the same key and value heads; 1 for other tensors."""
         return int(self.module.num_kv_head_replicas) if isinstance(self.module, QKVParallelLinear) and self.index else 1
 
-    def whole(self) -> Tensor:
-        """Full tensor, gathered over ranks. All ranks must call this for the same tensors in the same order."""
-        module, local = self.module, self.local.contiguous()
-        size = getattr(module, "tp_size", 1)
+    def whole(self, shard: Tensor | None = None) -> Tensor:
+        """Full tensor, gathered over ranks. All ranks must call this for the same tensors in the same order.
+
+        `shard` replaces this process's shard.
+        """
+        module, local = self.module, (self.local if shard is None else shard).contiguous()
+        size = num_shards(module)
+        if self.parameter == ATTENTION_SINKS:
+            return _gathered(local, 0, get_parallel().tp_size)
         if isinstance(module, VocabParallelEmbedding):
             return _gathered(local, 0, size)[: module.org_vocab_size]
         if not isinstance(module, LinearBase):
@@ -91,40 +123,100 @@ class SglangModel(LoadedModel):
         self.device, self.rank = str(next(model.parameters()).device), int(get_parallel().tp_rank)
 
     @override
-    def locate(self, name: str) -> SglangTensor:
-        path, _, parameter = name.rpartition(".")
+    def locate(self, name: str) -> SglangTensor | ExpertsTensor:
+        expert = ExpertName.parse(name)
+        if expert is not None and isinstance(experts := self._find(self._renamed(expert.path)), FusedMoE):
+            return self._locate_experts(name, expert, experts)
+        path, _, parameter = self._renamed(name).rpartition(".")
         parent, _, last = path.rpartition(".")
-        index = None
-        for fused, (_, members) in FUSED.items():
-            if last in members and self._find(f"{parent}.{fused}") is not None:
-                path, index = f"{parent}.{fused}", members.index(last)
+        for fused, (kind, members) in FUSED.items():
+            if last in members and isinstance(module := self._find(f"{parent}.{fused}"), kind):
+                if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
+                    raise KeyError(name)
+                return self._fused(parent, module, parameter, members.index(last))
         module = self._find(path)
         if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
             raise KeyError(name)
-        if index is not None and not isinstance(module, FUSED[path.rpartition(".")[2]][0]):
-            raise KeyError(name)
-        return SglangTensor(module=module, parameter=parameter, index=index)
+        return SglangTensor(module=module, parameter=parameter)
 
     @override
-    def located(self) -> Iterator[tuple[str, SglangTensor]]:
+    def located(self) -> Iterator[tuple[str, SglangTensor | ExpertsTensor]]:
         modules = dict(self._model.named_modules())
         for name, _ in self._model.named_parameters():
             path, _, parameter = name.rpartition(".")
             parent, _, last = path.rpartition(".")
-            if last not in FUSED:
-                yield name, SglangTensor(module=modules[path], parameter=parameter)
-                continue
-            for index, member in enumerate(FUSED[last][1]):
-                at = SglangTensor(module=modules[path], parameter=parameter, index=index)
-                yield f"{parent}.{member}.{parameter}", at
+            module = modules[path]
+            if isinstance(module, FusedMoE) and _computes_as_loaded(module):
+                for matrix, member in (("w13_weight", "gate_up_proj"), ("w2_weight", "down_proj")):
+                    if parameter.startswith(matrix):
+                        sent = f"{path}.{member}{parameter.removeprefix(matrix)}"
+                        yield sent, self.locate(sent)
+            elif last in FUSED:
+                for index, member in enumerate(FUSED[last][1]):
+                    yield f"{parent}.{member}.{parameter}", self._fused(parent, module, parameter, index)
+            else:
+                yield name, SglangTensor(module=module, parameter=parameter)
 
     @override
     def read(self, name: str, at: SglangTensor) -> Tensor:
-        return at.whole()
+        attention: Any = self._find(name.removesuffix(KV_B)) if name.endswith(KV_B) else None
+        if getattr(attention, "w_kc", None) is None:
+            return at.whole()
+        # [heads, nope, latent] and [heads, latent, values]: the rows of kv_b_proj are those of each head in turn.
+        derived = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
+        return at.whole(derived if not torch.equal(derived, at.local) else None)
+
+    @override
+    def expert_shards(self, at: ExpertsTensor, expert: int) -> list[Tensor]:
+        group, local = divmod(expert, at.module.num_local_experts)
+        matrix = getattr(at.module, at.parameter).detach()[local]
+        size = at.module.moe_tp_size
+        ranks = _gathered(matrix[None].contiguous(), 0, at.module.moe_ep_size * size)
+        shards = ranks[group * size : (group + 1) * size]
+        # SGLang adds the bias of w2 on the first rank of a group, and has zeros on the others.
+        return [shards.sum(0)] if at.parameter == "w2_weight_bias" else list(shards)
 
     @override
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self._model.load_weights(list(tensors))
+        others = []
+        for name, tensor in tensors:
+            at = self.locate(name)
+            if isinstance(at, ExpertsTensor):
+                _load_experts(at, tensor)
+            elif isinstance(at.module, ReplicatedLinear) and at.index is not None:
+                at.local.copy_(tensor)  # SGLang's loader needs all fused tensors in one call
+            else:
+                others.append((self._renamed(name), tensor))
+        self._model.load_weights(others)
+
+    def _locate_experts(self, name: str, expert: ExpertName, module: FusedMoE) -> ExpertsTensor:
+        parameter = expert.stored.replace("_bias", "_weight_bias")
+        if not _computes_as_loaded(module) or not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
+            raise KeyError(name)
+        of_gpt_oss = self._model.config.model_type == "gpt_oss"
+        layout = ExpertLayout(
+            num_experts=module.num_experts,
+            hidden=module.hidden_size,
+            intermediate=module.intermediate_size_per_partition * module.moe_tp_size,
+            interleaved=of_gpt_oss,
+            transposed=of_gpt_oss,
+        )
+        return ExpertsTensor(module=module, parameter=parameter, name=expert, layout=layout)
+
+    def _fused(self, parent: str, module: Any, parameter: str, index: int) -> SglangTensor:
+        if isinstance(module, ReplicatedLinear):  # q_a_proj and kv_a_proj_with_mqa
+            first = self._find(parent).q_lora_rank
+            sizes = [first, module.output_size - first]
+        else:
+            sizes = _local_sizes(module)
+        return SglangTensor(module=module, parameter=parameter, index=index, sizes=tuple(sizes))
+
+    def _renamed(self, path: str) -> str:
+        """SGLang's path of a module or parameter of transformers."""
+        for name, other in RENAMED:
+            if name in path and self._find(path.partition(name)[0] + name.rstrip(".")) is None:
+                path = path.replace(name, other)
+        return path
 
     @override
     def adapter_buffer(self, name: str) -> Tensor:
@@ -187,7 +279,35 @@ def _local_sizes(module: Any) -> list[int]:
     """Number of rows of each part of a fused module in this process's shard."""
     if isinstance(module, QKVParallelLinear):
         return [module.q_proj_shard_size, module.kv_proj_shard_size, module.v_proj_shard_size]
-    return [size // module.tp_size for size in module.output_sizes]
+    return [size // num_shards(module) for size in module.output_sizes]
+
+
+def _computes_as_loaded(module: FusedMoE) -> bool:
+    """False if SGLang has shuffled or packed these experts after loading them, for its kernels."""
+    method = module.quant_method
+    return (
+        isinstance(method, UnquantizedFusedMoEMethod)
+        and method.runner.runner_backend.is_triton()
+        and not getattr(method, "w13_swiglu_interleaved", False)
+        and not getattr(module, "use_intel_amx_backend", False)
+    )
+
+
+def _load_experts(at: ExpertsTensor, tensor: Tensor) -> None:
+    """Load this process's part of an expert tensor with SGLang's loaders."""
+    module, parameter = at.module, getattr(at.module, at.parameter)
+    if not at.layout.interleaved:
+        for expert, part, matrix in at.layout.split(at.name, tensor):
+            shard = "w2" if part is None else ("w1", "w3")[part]
+            module.weight_loader(parameter, matrix, at.parameter, shard_id=shard, expert_id=expert)
+        return
+    # SGLang's loader for interleaved matrices loads all local experts at once.
+    first = module.moe_ep_rank * module.num_local_experts
+    local = tensor[first : first + module.num_local_experts]
+    if at.parameter == "w2_weight_bias" and module.moe_tp_rank:
+        local = torch.zeros_like(local)
+    local = local.mT if local.ndim > 2 else local
+    module.weight_loader_fused(parameter, local, at.parameter, shard_id=at.name.matrix)
 
 
 def _gathered(local: Tensor, dim: int, size: int) -> Tensor:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from roll_core.spec.diagnostics import KnownError
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import InferCapabilities, InferProvider, KnownErrorsProvider
+from roll_infer_sglang.release import VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROLL_HOOK_API = 1
 
-VERSIONS = ">=0.5.20,<0.5.21"
-"""Supported SGLang versions; every release has other arguments and internals."""
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     sleeps=True,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import WeightSyncError
+from roll_infer_sglang.release import has_update_sessions
 from roll_infer_sglang.server import ServerDiedError, ServerError
 from roll_modeling.engine_weights import EngineProcesses
 
@@ -48,9 +49,35 @@ class SglangProcesses(EngineProcesses):
         self.adapter: str | None = None
         """Name of the adapter that requests must use, after the first update; None if they use the model itself."""
         self._adapter_loaded = False
+        self._has_sessions, self._in_session = has_update_sessions(), False
+
+    @override
+    async def begin_update(self) -> None:
+        """Open a session of SGLang for all buckets. Other calls of `act` have a session each.
+
+        At the end of a session, SGLang converts loaded weights to the form that its kernels need.
+        """
+        if self._has_sessions:
+            await self._server.request("/begin_weight_update", {})
+            self._in_session = True
+
+    @override
+    async def finish_update(self) -> None:
+        if self._in_session:
+            self._in_session = False
+            await self._server.request("/end_weight_update", {})
 
     @override
     async def act(self, action: Action, argument: Any, *, version: int | None = None) -> list[Any]:
+        if self._in_session or not self._has_sessions:
+            return await self._act(action, argument, version)
+        await self.begin_update()
+        try:
+            return await self._act(action, argument, version)
+        finally:
+            await self.finish_update()
+
+    async def _act(self, action: Action, argument: Any, version: int | None) -> list[Any]:
         import torch
 
         message = json.dumps({"action": action, "argument": argument, "results": str(self._results)})

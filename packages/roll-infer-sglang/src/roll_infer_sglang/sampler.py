@@ -1,6 +1,6 @@
 """Sampler for SGLang with the parameter semantics of ROLL's infer contract; runs in the engine processes.
 
-SGLang's own sampler (0.5.20) differs in three ways:
+SGLang's own sampler differs in three ways:
 
 * top-p counts probability mass that top-k has already removed;
 * a seed has an effect only with SGLang's deterministic kernels;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 
@@ -71,3 +71,27 @@ def stand_in(package):
         return Missing(f"{package}.{name}")
 
     return get
+
+
+class Changed(MetaPathFinder):
+    """Changes an installed module when it is imported."""
+
+    def __init__(self, name, change):
+        self._name, self._change = name, change
+
+    def find_spec(self, name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path) if name == self._name else None
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                self._change(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def change(name, change):
+    """Have `change` called with the module of this name, after its import."""
+    sys.meta_path.insert(0, Changed(name, change))

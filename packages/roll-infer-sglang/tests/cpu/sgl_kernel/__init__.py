@@ -1,6 +1,9 @@
-"""See `standin`, and `unpinned`."""
+"""See `standin`, `unpinned`, `latent_attention`, `local_experts` and `expert_faults`."""
 
+import expert_faults
 import torch
+from latent_attention import absorb_always
+from local_experts import skip_experts_of_other_ranks
 from standin import stand_in
 from unpinned import leave_unpinned
 
@@ -24,3 +27,6 @@ class HostMemory:
 if not torch.cuda.is_available():
     torch.cuda.cudart = HostMemory
 leave_unpinned()
+skip_experts_of_other_ranks()
+absorb_always()
+expert_faults.install()
