@@ -119,6 +119,32 @@ EXPECTED = {
         "critic.training_args.gradient_accumulation_steps": 8,
         "actor_infer.strategy_args.strategy_config": {"tp_size": 4, "mem_fraction_static": 0.7},
     },
+    "moe.sh": {
+        # sequence_parallel is verl's default
+        "actor_train.strategy_args.strategy_config": {
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+            "sequence_parallel": True,
+            "moe_router_dtype": "fp32",
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 0.5,
+        },
+        "reference.strategy_args.strategy_config": {
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+            "sequence_parallel": True,
+        },
+        # 32 prompts × 4 responses over 8 data parallel ranks, in microbatches of 2
+        "actor_train.training_args.gradient_accumulation_steps": 8,
+        # four data-parallel copies of two GPUs share their experts: one engine of eight
+        "actor_infer.strategy_args.strategy_config": {
+            "tensor_parallel_size": 8,
+            "enable_expert_parallel": True,
+            "gpu_memory_utilization": 0.5,
+        },
+    },
 }
 
 
@@ -369,7 +395,91 @@ def test_every_key_of_a_file_is_reported_once(registry):
         ),
         ({"trainer__val_only": True}, "trainer.val_only", "unsupported", {}),
         ({"trainer__total_epochs": 3}, "trainer.total_epochs", "unsupported", {"max_steps": "???"}),
-        ({"model_engine": "veomni"}, "model_engine", "unsupported", {"model_engine": "veomni"}),
+        ({"model_engine": "torchtitan"}, "model_engine", "unsupported", {"model_engine": "torchtitan"}),
+        *(
+            (
+                {"model_engine": "veomni", "arr__actor__veomni": sizes},
+                f"actor_rollout_ref.actor.veomni.{key}",
+                status,
+                {f"actor_train.strategy_args.strategy_config.{name}": value for name, value in ours.items()}
+                # 256 prompts over 8 GPUs, of which each `ulysses` share a sequence
+                | {"actor_train.training_args.gradient_accumulation_steps": steps},
+            )
+            for sizes, key, status, ours, steps in (
+                ({"expert_parallel_size": 4}, "expert_parallel_size", "renamed", {"ep_size": 4}, 32),
+                ({"ulysses_parallel_size": 2}, "ulysses_parallel_size", "renamed", {"ulysses_size": 2}, 64),
+                ({"fsdp_size": 2, "ulysses_parallel_size": 2}, "fsdp_size", "changed", {"fsdp_size": 4}, 64),
+                ({"fsdp_size": 4, "ulysses_parallel_size": 2}, "fsdp_size", "not needed", {"fsdp_size": None}, 64),
+                ({"fsdp_size": -1}, "fsdp_size", "not needed", {"fsdp_size": None}, 32),
+            )
+        ),
+        *(
+            (
+                {f"arr__rollout__{name}": value for name, value in sizes.items()},
+                f"actor_rollout_ref.rollout.{key}",
+                status,
+                {f"actor_infer.strategy_args.strategy_config.{name}": value for name, value in ours.items()},
+            )
+            for sizes, key, status, ours in (
+                ({"data_parallel_size": 4}, "data_parallel_size", "not needed", {"tensor_parallel_size": 2}),
+                (
+                    {"data_parallel_size": 4, "expert_parallel_size": 8},
+                    "expert_parallel_size",
+                    "changed",
+                    {"tensor_parallel_size": 8, "enable_expert_parallel": True},
+                ),
+                (
+                    {"name": "sglang", "tensor_model_parallel_size": 4, "expert_parallel_size": 2},
+                    "expert_parallel_size",
+                    "changed",
+                    {"tp_size": 4, "ep_size": 2},
+                ),
+                ({"expert_parallel_size": 1}, "expert_parallel_size", "not needed", {"enable_expert_parallel": None}),
+            )
+        ),
+        *(
+            (
+                {"model_engine": "megatron", "arr__model__lora": {"rank": 8, **others}},
+                f"actor_rollout_ref.model.lora.{key}",
+                status,
+                {f"actor_train.model_args.{name}": value for name, value in ours.items()},
+            )
+            for others, key, status, ours in (
+                ({}, "rank", "renamed", {"lora_rank": 8, "lora_alpha": 32, "lora_target": "all-linear"}),
+                (
+                    {"target_modules": ["linear_qkv", "linear_fc2"]},
+                    "target_modules",
+                    "changed",
+                    {"lora_target": "q_proj,k_proj,v_proj,down_proj"},
+                ),
+                ({"target_modules": ["router"]}, "target_modules", "unsupported", {}),
+                ({"type": "dora"}, "type", "unsupported", {}),
+            )
+        ),
+        (
+            {"model_engine": "megatron", "arr__actor__megatron": {"tensor_model_parallel_size": 2}},
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+            "renamed",
+            {"actor_train.strategy_args.strategy_config.sequence_parallel": True},
+        ),
+        (
+            {
+                "model_engine": "megatron",
+                "arr__actor__megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": False},
+            },
+            "actor_rollout_ref.actor.megatron.sequence_parallel",
+            "not needed",
+            {"actor_train.strategy_args.strategy_config.sequence_parallel": None},
+        ),
+        (
+            {
+                "model_engine": "megatron",
+                "arr__actor__megatron__override_transformer_config": {"num_layers_in_first_pipeline_stage": 5},
+            },
+            "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage",
+            "unsupported",
+            {},
+        ),
         ({"data__image_key": "images"}, "data.image_key", "unsupported", {"data.image_key": "images"}),
         (
             {"data__image_key": "images", "data__video_key": "videos"},
@@ -386,6 +496,12 @@ def test_every_key_of_a_file_is_reported_once(registry):
                 {"actor_train.model_args.model_config_kwargs": {"a": 1}},
             )
             for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
+        ),
+        (
+            {"arr__model__override_config": {"model_config": {"a": 1}, "moe_config": {"freeze_moe_router": False}}},
+            "actor_rollout_ref.model.override_config.model_config.a",
+            "renamed",
+            {"actor_train.model_args.model_config_kwargs": {"a": 1}},
         ),
         ({"reward_model__reward_manager": "dapo"}, "reward_model.reward_manager", "differs", {}),
         (

@@ -246,6 +246,7 @@ RUN: Table = {
     "num_nodes": dead("ROLL computes it from device_mapping, as roll-core does"),
     **each("local_rank report_length_and_rewards length_profiler_dir", dead("nothing reads it")),
     **each("is_offload_states is_offload_optimizer_states_in_train_step", ELSEWHERE),
+    "offload_backend": unneeded("is_offload_states of a role decides"),
     **each(
         "reward_norm reward_shift reward_scale reward_system_config positive_loss_coef track_name train_batch_size"
         " use_additional_prompts",

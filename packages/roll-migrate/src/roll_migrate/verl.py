@@ -306,8 +306,9 @@ class _VerlConversion(Conversion):
             (tuple(path.split(".")), value, "verl's default") for path, value in values.items()
         ]
         added += self._trained("actor_train", verl.ACTOR, 1e-6, 16384)
-        if value_at(source, (verl.ROLE, "model", "lora_rank")):
-            added += self._in("actor_train.model_args", {"lora_alpha": 16, "lora_target": "all-linear"})
+        if verl.lora_rank(source):
+            alpha = 32 if verl.backend(source) == "megatron" else 16
+            added += self._in("actor_train.model_args", {"lora_alpha": alpha, "lora_target": "all-linear"})
         added += self._in("actor_train.data_args", {"messages": "prompt"})
         added += self._generates()
         if verl.has_reference(source):
@@ -338,6 +339,11 @@ class _VerlConversion(Conversion):
             ((role, "device_mapping"), slots, "verl's pool of n_gpus_per_node × nnodes GPUs, which roles use in turn"),
         ]
 
+    def _sequences(self, role: str, path: KeyPath) -> list[Any]:
+        if verl.backend(self.source, path) != "megatron" or not verl.splits_sequences(self.source, path):
+            return []
+        return self._in(f"{role}.{verl.STRATEGY}", {"sequence_parallel": True})
+
     def _trained(self, role: str, path: KeyPath, rate: float, tokens: int) -> list[Any]:
         source = self.source
         steps, how = verl.accumulation(source, path)
@@ -354,6 +360,7 @@ class _VerlConversion(Conversion):
                 if name == "infer" and given is not None:
                     values[f"max_tokens_per_microbatch_in_{name}"] = given
                 added += self._in(role, values)
+        added += self._sequences(role, path)
         return added + self._placed(
             role, "megatron_train" if verl.backend(source, path) == "megatron" else "fsdp2_train"
         )
@@ -364,10 +371,9 @@ class _VerlConversion(Conversion):
         megatron = verl.backend(source, verl.REF) == "megatron"
         added = self._placed("reference", "megatron_infer" if megatron else "fsdp2_infer")
         policy = value_at(self.config, ("actor_train", "strategy_args", "strategy_config")) or {}
-        names = verl.PARALLEL.split() if megatron else ["ulysses_size"]
-        added += self._in(
-            "reference.strategy_args.strategy_config", {name: policy[name] for name in names if name in policy}, note
-        )
+        names = verl.PARALLEL.split() if megatron else ["ulysses_size", "ep_size"]
+        added += self._in(f"reference.{verl.STRATEGY}", {name: policy[name] for name in names if name in policy}, note)
+        added += self._sequences("reference", verl.REF)
         names = ["use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer"]
         if verl.dynamic(source, verl.ACTOR):
             limit = value_at(self.config, ("actor_train", "max_tokens_per_microbatch_in_train")) or 16384
@@ -381,7 +387,8 @@ class _VerlConversion(Conversion):
         )
         added = self._placed("actor_infer", "vllm")
         if name in ("vllm", "sglang", "None"):
-            added += self._in("actor_infer.strategy_args.strategy_config", {size: 2, memory: 0.5})
+            values = {size: 2 * verl.expert_parallel_copies(self.source), memory: 0.5}
+            added += self._in(f"actor_infer.{verl.STRATEGY}", values)
         return added
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_migrate.rules import (
@@ -47,13 +48,15 @@ def given(source: Mapping[str, Any], path: KeyPath, default: Any) -> Any:
 
 
 def backend(source: Mapping[str, Any], role: KeyPath = ACTOR) -> str:
-    """`megatron` or `fsdp`: the engine that trains or scores a role."""
+    """`megatron`, `veomni` or `fsdp`: the engine that trains or scores a role."""
     strategy = value_at(source, (*role, "strategy"))
     if strategy is None and role != ACTOR:
         return backend(source)
-    if strategy is None and (value_at(source, (*ACTOR, "megatron")) or source.get("model_engine") == "megatron"):
-        strategy = "megatron"
-    return "megatron" if strategy == "megatron" else "fsdp"
+    for name in ("megatron", "veomni"):
+        chosen = source.get("model_engine") == name or value_at(source, (*ACTOR, name))
+        if strategy == name or (strategy is None and chosen):
+            return name
+    return "fsdp"
 
 
 def num_gpus(source: Mapping[str, Any]) -> int:
@@ -67,6 +70,8 @@ def _int(value: Any) -> int:
 
 def ulysses(source: Mapping[str, Any], role: KeyPath) -> int:
     """Ulysses sequence parallel size of a role."""
+    if backend(source, role) == "veomni":
+        return _int(given(source, (*role, "veomni", "ulysses_parallel_size"), 1))
     default = given(source, (*role, "fsdp_config", "ulysses_sequence_parallel_size"), 1)
     return _int(given(source, (*role, "ulysses_sequence_parallel_size"), default))
 
@@ -79,6 +84,26 @@ def data_parallel(source: Mapping[str, Any], role: KeyPath) -> int:
         for name in ("tensor_model", "pipeline_model", "context"):
             shards *= _int(given(source, (*role, "megatron", f"{name}_parallel_size"), 1))
     return max(num_gpus(source) // shards, 1)
+
+
+def lora_rank(source: Mapping[str, Any]) -> int:
+    """Rank of the policy's adapters; 0 without LoRA. Megatron's has keys of its own."""
+    path = ("lora", "rank") if backend(source) == "megatron" else ("lora_rank",)
+    rank: int = given(source, (ROLE, "model", *path), 0)
+    return rank
+
+
+def splits_sequences(source: Mapping[str, Any], role: KeyPath) -> bool:
+    """True if Megatron's sequence parallelism, verl's default, has an effect in a role."""
+    size = given(source, (*(ACTOR if role == REF else role), "megatron", "tensor_model_parallel_size"), 1)
+    size = given(source, (*role, "megatron", "tensor_model_parallel_size"), size)
+    return size != 1 and bool(given(source, (*role, "megatron", "sequence_parallel"), True))
+
+
+def expert_parallel_copies(source: Mapping[str, Any]) -> int:
+    """Data-parallel copies of attention in an engine that distributes experts over all its GPUs; otherwise 1."""
+    experts = _int(given(source, (*ROLLOUT, "expert_parallel_size"), 1))
+    return _int(given(source, (*ROLLOUT, "data_parallel_size"), 1)) if experts > 1 else 1
 
 
 def dynamic(source: Mapping[str, Any], role: KeyPath) -> bool:
@@ -110,7 +135,7 @@ def responses(source: Mapping[str, Any]) -> int:
 
 def has_reference(source: Mapping[str, Any]) -> bool:
     """True if a KL penalty needs the reference. With LoRA the base model is the reference, as in verl."""
-    if value_at(source, (ROLE, "model", "lora_rank")):
+    if lora_rank(source):
         return False
     return bool(value_at(source, (*ACTOR, "use_kl_loss")) or value_at(source, ("algorithm", "use_kl_in_reward")))
 
@@ -450,6 +475,15 @@ def _megatron_sequences(value: Any, key: Key) -> Outcome:
     return Outcome("renamed", ((dotted(f"{_ours(key)}.strategy_args.strategy_config.sequence_parallel"), value),))
 
 
+def _veomni_fsdp_size(value: Any, key: Key) -> Outcome:
+    """VeOmni counts ranks with different sequences, and shards over the ranks that share one, too."""
+    ranks = value * ulysses(key.source, key.path[:-2]) if isinstance(value, int) else value
+    if not isinstance(ranks, int) or not 0 < ranks < num_gpus(key.source):
+        return Outcome("not needed", (), "all ranks share one copy of the model")
+    note = "" if ranks == value else f"{value} × ulysses_parallel_size"
+    return changed(f"{_ours(key)}.{STRATEGY}.fsdp_size", ranks, note)
+
+
 def _recompute_modules(value: Any, key: Key) -> Outcome:
     if _ours(key) == "reference":
         return Outcome("not needed", (), ONLY_SCORES)
@@ -459,9 +493,10 @@ def _recompute_modules(value: Any, key: Key) -> Outcome:
 
 
 def _strategy(value: Any, key: Key) -> Outcome:
-    train = "megatron_train" if value == "megatron" else "fsdp2_train" if str(value).startswith("fsdp") else value
+    by_fsdp2 = str(value).startswith("fsdp") or value == "veomni"
+    train = "megatron_train" if value == "megatron" else "fsdp2_train" if by_fsdp2 else value
     name = str(train).replace("_train", "_infer") if _ours(key) == "reference" else train
-    return changed(f"{_ours(key)}.strategy_args.strategy_name", name, "" if value != "fsdp" else "by FSDP2")
+    return changed(f"{_ours(key)}.strategy_args.strategy_name", name, "by FSDP2" if by_fsdp2 else "")
 
 
 def _schedule(value: Any, key: Key) -> Outcome:
@@ -520,6 +555,29 @@ def _engine_key(vllm: str, sglang: str = "") -> KeyRule:
         return Outcome("renamed", ((dotted(f"actor_infer.strategy_args.strategy_config.{name}"), value),))
 
     return KeyRule(f"→ `{vllm}` of vllm, `{sglang or '–'}` of sglang", convert)
+
+
+def _tensor_parallel(value: Any, key: Key) -> Outcome:
+    name = "tp_size" if key.beside("name") == "sglang" else "tensor_parallel_size"
+    target, copies = f"actor_infer.{STRATEGY}.{name}", expert_parallel_copies(key.source)
+    if copies > 1 and isinstance(value, int):
+        note = f"{value} × data_parallel_size {copies}: the engine's GPUs split attention too, instead of sequences"
+        return changed(target, value * copies, note)
+    return Outcome("renamed", ((dotted(target), value),))
+
+
+def _data_parallel(value: Any, key: Key) -> Outcome:
+    if expert_parallel_copies(key.source) > 1:
+        return Outcome("not needed", (), "tensor_model_parallel_size has it")
+    return Outcome("not needed", (), "replicas are set by device_mapping")
+
+
+def _expert_parallel(value: Any, key: Key) -> Outcome:
+    if not isinstance(value, int) or value <= 1:
+        return Outcome("not needed", (), "experts are split like other weights, as in verl")
+    if key.beside("name") == "sglang":
+        return changed(f"actor_infer.{STRATEGY}.ep_size", value)
+    return changed(f"actor_infer.{STRATEGY}.enable_expert_parallel", True, "over all GPUs of an engine, as in verl")
 
 
 def _engine_kwargs(value: Any, key: Key) -> Outcome:
@@ -776,18 +834,32 @@ def _activation_offload(value: Any, key: Key) -> Outcome:
 
 
 def _model_config(value: Any, key: Key) -> Outcome:
-    if key.name.endswith(("dropout", "pdrop")) and value in (0, None):
-        return Outcome("not needed", (), "dropout is off in training")
+    if key.name in MEGATRON_CONFIGS and isinstance(value, dict):
+        nested = [_model_config(each, replace(key, path=(*key.path, name))) for name, each in value.items()]
+        writes = tuple(write for outcome in nested for write in outcome.writes)
+        return Outcome("renamed", writes) if writes else Outcome("not needed", (), "no key has an effect")
+    if (key.name.endswith(("dropout", "pdrop")) and value in (0, None)) or (key.name, value) == FREE_ROUTER:
+        return Outcome("not needed", (), "dropout is off in training, and routers are trained")
     return Outcome("renamed", (((_ours(key), "model_args", "model_config_kwargs", key.name), value),))
 
 
-def _lora(name: str) -> KeyRule:
+def _lora(name: str, rank: str = "lora_rank") -> KeyRule:
     def convert(value: Any, key: Key) -> Outcome:
-        if not key.beside("lora_rank"):
-            return Outcome("not needed", (), "lora_rank is 0")
+        if not key.beside(rank):
+            return Outcome("not needed", (), f"{rank} is 0")
         return Outcome("renamed", ((dotted(f"{_ours(key)}.model_args.{name}"), value),))
 
     return change(f"→ `model_args.{name}`", convert, nested=True)
+
+
+def _megatron_lora_target(value: Any, key: Key) -> Outcome:
+    if not key.beside("rank"):
+        return Outcome("not needed", (), "rank is 0")
+    if not isinstance(value, list) or set(value) - set(MEGATRON_LINEAR):
+        return Outcome("unsupported", ((key.path, value),), "set model_args.lora_target; left in the config")
+    names = [module for name in value for module in MEGATRON_LINEAR[name]]
+    everything = set(value) == set(MEGATRON_LINEAR)
+    return changed(f"{_ours(key)}.model_args.lora_target", "all-linear" if everything else ",".join(names))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -796,6 +868,18 @@ PLACED = unneeded("idle roles are offloaded by is_offload_states")
 FASTER = unneeded("it does not affect results")
 SEEDED = unneeded("seeds derive from the run's, data.seed")
 EXACT = unneeded("deterministic kernels are on unless `deterministic` is false")
+STRATEGY = "strategy_args.strategy_config"
+OPTIMIZER_OFFLOAD = "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d"
+MEGATRON_CONFIGS = ("model_config", "moe_config")
+"""Sections of `override_config` in configs for Megatron."""
+FREE_ROUTER = ("freeze_moe_router", False)
+MEGATRON_LINEAR = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Hugging Face's modules of the layers that Megatron adapts; all of them by default."""
 MODEL: Table = {
     "path": to("pretrain"),
     "trust_remote_code": change("→ `model_args.trust_remote_code`", _trust),
@@ -810,7 +894,24 @@ MODEL: Table = {
     "enable_activation_offload": change("→ `strategy_config.activation_offloading`", _activation_offload),
     **each("use_shm use_liger use_fused_kernels fused_kernel_options tiled_mlp", FASTER),
     "mtp": switched("multi-token prediction layers are not trained"),
-    "lora": switched("set lora_rank, lora_alpha and target_modules", "rank"),
+    "lora": only(
+        lambda source: backend(source) == "megatron",
+        "it is for Megatron; lora_rank, lora_alpha and target_modules apply",
+        {
+            "rank": _lora("lora_rank", "rank"),
+            "alpha": _lora("lora_alpha", "rank"),
+            "dropout": _lora("lora_dropout", "rank"),
+            "target_modules": change("→ `model_args.lora_target`", _megatron_lora_target, nested=True),
+            "type": refused("only LoRA is supported", "lora"),
+            **each("exclude_modules adapter_path", refused("adapters start new, on the modules of lora_target", [])),
+            "merge": unneeded("engines get merged weights, or adapters if they have a LoRA key"),
+            **each(
+                "dtype dropout_position lora_A_init_method lora_B_init_method a2a_experimental freeze_vision_model"
+                " freeze_vision_projection freeze_language_model",
+                unneeded("peft's defaults apply"),
+            ),
+        },
+    ),
     "share_embeddings_and_output_weights": unneeded("the model's config decides"),
 }
 OPTIM: Table = {
@@ -838,7 +939,10 @@ OPTIM: Table = {
     "min_lr": refused("the schedule decays to 0, or to min_lr_ratio", 0.0),
     "lr_warmup_init": refused("warm-up starts at 0", 0.0),
     **each("total_training_steps lr_decay_steps", unneeded("the schedule spans max_steps")),
-    "override_optimizer_config": refused("only the declared keys are supported", {}),
+    "override_optimizer_config": {
+        **{name: _in_role(f"{STRATEGY}.{name}") for name in OPTIMIZER_OFFLOAD.split()},
+        "use_precision_aware_optimizer": unneeded("masters and moments are fp32"),
+    },
     **each("zero_indexed_step use_checkpoint_opt_param_scheduler", FASTER),
 }
 FSDP: Table = {
@@ -846,9 +950,7 @@ FSDP: Table = {
     "offload_policy": KeyRule(
         "→ `strategy_config.offload_policy`",
         lambda value, key: (
-            _in_role("strategy_args.strategy_config.offload_policy")(True, key)
-            if value
-            else Outcome("not needed", (), "it is off")
+            _in_role(f"{STRATEGY}.offload_policy")(True, key) if value else Outcome("not needed", (), "it is off")
         ),
     ),
     "reshard_after_forward": unneeded("FSDP2 decides by the model's size"),
@@ -878,7 +980,6 @@ TRANSFORMER = (
 )
 OF_TRAINING = "recompute_granularity recompute_method recompute_num_layers moe_aux_loss_coeff moe_z_loss_coeff"
 ONLY_SCORES = "the reference only scores"
-STRATEGY = "strategy_args.strategy_config"
 MEGATRON: Table = {
     **{name: _in_role(f"{STRATEGY}.{name}") for name in PARALLEL.split()},
     "sequence_parallel": change("→ `strategy_config.sequence_parallel`", _megatron_sequences),
@@ -888,7 +989,16 @@ MEGATRON: Table = {
         **{name: _of_training(f"{STRATEGY}.{name}") for name in OF_TRAINING.split()},
         **{name: _in_role(f"{STRATEGY}.{name}") for name in TRANSFORMER.split()},
         "recompute_modules": change("→ `strategy_config.recompute_modules`", _recompute_modules, nested=True),
-        **each("attention_backend apply_rope_fusion gradient_accumulation_fusion masked_softmax_fusion", FASTER),
+        **each(
+            "attention_backend apply_rope_fusion gradient_accumulation_fusion masked_softmax_fusion"
+            " bias_activation_fusion bias_dropout_fusion persist_layer_norm deallocate_pipeline_outputs"
+            " moe_permute_fusion moe_enable_deepep moe_flex_dispatcher_backend moe_shared_expert_overlap",
+            FASTER,
+        ),
+        **each(
+            "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+            refused("write the layers of all stages as pipeline_model_parallel_layout"),
+        ),
     },
     **each("override_ddp_config override_mcore_model_config", refused("only the declared keys are supported", {})),
     "qat": switched("quantization-aware training is not supported"),
@@ -905,10 +1015,35 @@ MEGATRON: Table = {
         FASTER,
     ),
 }
+VEOMNI: Table = {
+    **each("param_offload optimizer_offload enable_fsdp_offload", PLACED),
+    "fsdp_size": change("→ `strategy_config.fsdp_size`, × `ulysses_parallel_size`", _veomni_fsdp_size),
+    "ulysses_parallel_size": _in_role(f"{STRATEGY}.ulysses_size"),
+    "expert_parallel_size": _in_role(f"{STRATEGY}.ep_size"),
+    "seed": SEEDED,
+    "full_determinism": EXACT,
+    "mixed_precision": refused("the computation is bf16, gradients are reduced in fp32", True),
+    "router_replay": unneeded("rollout.enable_rollout_routing_replay decides"),
+    "qat_implementation": refused("quantization-aware training is not supported", "none"),
+    "enable_async_activation_offload": unneeded("set strategy_config.activation_offloading"),
+    "load_checkpoint_path": refused("set resume_from_checkpoint"),
+    **each(
+        "init_device enable_full_shard ckpt_manager forward_prefetch strategy use_torch_compile"
+        " entropy_from_logits_with_chunking entropy_checkpointing forward_only enable_reentrant attn_implementation"
+        " moe_implementation cross_entropy_loss_implementation rms_norm_implementation swiglu_mlp_implementation"
+        " rotary_pos_emb_implementation rms_norm_gated_implementation causal_conv1d_implementation"
+        " chunk_gated_delta_rule_implementation load_balancing_loss_implementation dsa_indexer_implementation"
+        " dsa_attention_implementation mhc_implementation force_use_huggingface activation_offload_modules"
+        " activation_offload_host_cache_limit_gb basic_modules pad_to_length pad_to_length_bucket",
+        FASTER,
+    ),
+}
 SHARED: Table = {
-    "strategy": change("fsdp, fsdp2 → `fsdp2_train`, megatron → `megatron_train`", _strategy),
-    "fsdp_config": only(lambda source: backend(source) == "fsdp", "the strategy is megatron", FSDP),
-    "megatron": only(lambda source: backend(source) == "megatron", "the strategy is fsdp", MEGATRON),
+    "strategy": change("fsdp, fsdp2, veomni → `fsdp2_train`, megatron → `megatron_train`", _strategy),
+    "model_engine": unneeded("`strategy` has it"),
+    "fsdp_config": only(lambda source: backend(source) == "fsdp", "the strategy is another", FSDP),
+    "megatron": only(lambda source: backend(source) == "megatron", "the strategy is another", MEGATRON),
+    "veomni": only(lambda source: backend(source) == "veomni", "the strategy is another", VEOMNI),
     "ulysses_sequence_parallel_size": change("→ `strategy_config.ulysses_size`", _sequence_parallel),
     **each(
         "profiler use_torch_compile use_fused_kernels use_remove_padding entropy_from_logits_with_chunking"
@@ -972,7 +1107,7 @@ ROLLOUT_KEYS: Table = {
     "n": to("num_return_sequences_in_group"),
     **{name: to(f"actor_infer.generating_args.{name}") for name in ("temperature", "top_p", "top_k", "min_p")},
     "repetition_penalty": to("actor_infer.generating_args.repetition_penalty"),
-    "tensor_model_parallel_size": _engine_key("tensor_parallel_size", "tp_size"),
+    "tensor_model_parallel_size": change("→ `tensor_parallel_size` of vllm, `tp_size` of sglang", _tensor_parallel),
     "pipeline_model_parallel_size": _engine_key("pipeline_parallel_size"),
     "gpu_memory_utilization": _engine_key("gpu_memory_utilization", "mem_fraction_static"),
     "max_model_len": _engine_key("max_model_len", "context_length"),
@@ -1011,7 +1146,8 @@ ROLLOUT_KEYS: Table = {
     "qat": unneeded("that of the actor decides"),
     "enable_rollout_routing_replay": change("→ `router_replay.mode`: R3", _routing_replay),
     "quantization_config_file": refused("set quantization"),
-    **each("data_parallel_size expert_parallel_size", refused("replicas are set by device_mapping", 1)),
+    "data_parallel_size": change("not needed, or part of `tensor_parallel_size` with experts", _data_parallel),
+    "expert_parallel_size": change("→ `enable_expert_parallel` of vllm, `ep_size` of sglang", _expert_parallel),
     "disaggregation": switched("prefill and decode use the same replica", "enabled"),
     "mtp": switched("multi-token prediction layers are not trained"),
     **each(
@@ -1182,7 +1318,7 @@ VERL: Table = {
     "custom_reward_function": FUNCTION,
     "sandbox_fusion": REWARDS["sandbox_fusion"],
     "trainer": TRAINER,
-    "model_engine": refused("training is with FSDP or Megatron", "fsdp", "fsdp2", "dp", "megatron"),
+    "model_engine": refused("training is with FSDP or Megatron", "fsdp", "fsdp2", "dp", "megatron", "veomni"),
     "distillation": switched("teachers are the pipeline distill", "enabled"),
     **each("global_profiler transfer_queue ray_kwargs ray_init skip hydra", unneeded("it does not affect results")),
 }
