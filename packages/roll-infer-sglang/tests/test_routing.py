@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
-from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.output import SglangOutput
-from roll_infer_sglang.routing import Routing
-from roll_testing.errors import raises_error
-
-DEEPSEEK = {"n_routed_experts": 300, "first_k_dense_replace": 1}
-QWEN = {"num_experts": 8, "mlp_only_layers": [0], "decoder_sparse_step": 2}
+from roll_infer_sglang.sampling import routed_experts
+from roll_modeling.routing import ExpertLayout
 
 
-def config(**given):
-    return SimpleNamespace(**{"model_type": "mixture", "num_hidden_layers": 4, "num_experts_per_tok": 2} | given)
-
-
-@pytest.mark.parametrize(
-    ("keys", "layers", "dtype"),
-    [
-        (DEEPSEEK, (1, 2, 3), np.uint16),
-        (QWEN, (1, 3), np.uint8),
-        ({"num_local_experts": 8}, (0, 1, 2, 3), np.uint8),
-    ],
-)
-def test_layers_without_experts_are_left_out(keys, layers, dtype):
-    every = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
-    found = Routing.of(config(**keys)).read({"routed_experts": base64.b64encode(every.tobytes()).decode()})
-    assert np.array_equal(found, every[:, list(layers)])
-    assert found.dtype == dtype
-
-
-def test_an_answer_that_does_not_tell_and_a_model_without_experts():
-    assert Routing.of(config(num_experts=8)).read({"finish_reason": None}) is None
-    with raises_error(UnsupportedError, "dense"):
-        Routing.of(config(model_type="dense"))
+def test_rows_of_layers_with_experts_are_read_from_a_response():
+    layout = ExpertLayout(num_layers=3, layers=(1, 2), top_k=2, num_experts=300)
+    every = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
+    found = routed_experts({"routed_experts": base64.b64encode(every.tobytes()).decode()}, layout)
+    assert np.array_equal(found, every[:, 1:])
+    assert found.dtype == np.uint16
+    assert routed_experts({"finish_reason": None}, layout) is None
 
 
 def test_tokens_that_were_computed_before_an_interruption_keep_their_experts():

@@ -16,11 +16,11 @@ from roll_infer_sglang.hooks import ADAPTER, base_name
 from roll_infer_sglang.memory import HOST_TOKENS
 from roll_infer_sglang.processes import LOADER, adapter_arguments
 from roll_infer_sglang.registration import SAMPLING_BACKEND
-from roll_infer_sglang.routing import Routing
 from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.architectures import has_experts
 from roll_modeling.engine_config import ONE_SLOT
 from roll_modeling.engine_files import EngineFiles, engine_files
+from roll_modeling.routing import ExpertLayout
 
 if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo, ModelSpec
@@ -46,7 +46,7 @@ class LaunchedSglang:
     files: EngineFiles
     limit: int
     """Maximum sequence length, in tokens."""
-    routing: Routing | None
+    layout: ExpertLayout | None
     """Expert layout of the model, if the server returns routed experts."""
 
 
@@ -73,7 +73,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
             except ValueError as error:
                 raise ModelError(f"{who}: {error}") from error
         arguments = server_arguments(settings, model, mesh, files, num_slots)
-        routing = Routing.of(files.text_config) if model.router_replay else None
+        layout = ExpertLayout.of(files.text_config) if model.router_replay else None
         try:
             await server.start(arguments, variables)
             found = await server.request("/server_info")
@@ -84,7 +84,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
             await server.stop()
             raise
     limit = min(arguments["context_length"] - SPARE_TOKENS, int(found["max_req_input_len"]))
-    return LaunchedSglang(server=server, files=files, limit=limit, routing=routing)
+    return LaunchedSglang(server=server, files=files, limit=limit, layout=layout)
 
 
 def check_sizes(text_config: Any, num_slots: int, who: str) -> None:

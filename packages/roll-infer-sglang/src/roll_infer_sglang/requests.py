@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import DataError, RollError
 from roll_core.types import Completion
 from roll_infer_sglang.output import SglangOutput
-from roll_infer_sglang.sampling import sampling_params
+from roll_infer_sglang.sampling import routed_experts, sampling_params
 from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.model import load_tokenizer
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from roll_core.types import CompletionOutput, GenerateRequest
     from roll_infer_sglang.engine_metrics import SglangMetrics
     from roll_infer_sglang.output import End
-    from roll_infer_sglang.routing import Routing
     from roll_modeling.engine_files import EngineFiles
+    from roll_modeling.routing import ExpertLayout
 
 ABORT_INTERVAL_S = 0.05
 """Seconds between repeated aborts: SGLang ignores the abort of a request that it has not received yet."""
@@ -55,15 +55,15 @@ class Requests:
         metrics: SglangMetrics,
         *,
         priorities: bool,
-        routing: Routing | None = None,
+        layout: ExpertLayout | None = None,
     ) -> None:
         """`priorities`: True if the engine schedules by request priority.
 
-        `routing`: expert layout of the model, if the engine returns routed experts.
+        `layout`: expert layout of the model, if the engine returns routed experts.
         """
         self._server, self._who, self._model, self._files = server, who, model, files
         self._metrics, self._priorities = metrics, priorities
-        self._routing = routing
+        self._layout = layout
         self.adapter: str | None = None
         """Name of the LoRA adapter that requests use; None if they use the model itself."""
         self._running: dict[str, _Running] = {}
@@ -191,8 +191,8 @@ class Requests:
                 continue
             meta = response["meta_info"]
             self._metrics.add_response(meta)
-            if self._routing is not None:
-                output.add_experts(self._routing.read(meta))
+            if self._layout is not None:
+                output.add_experts(routed_experts(meta, self._layout))
             output.final = self._final(output, meta["finish_reason"])
         return output.final
 

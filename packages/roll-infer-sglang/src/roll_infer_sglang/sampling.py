@@ -1,7 +1,8 @@
-"""Conversion between ROLL's requests and SGLang's: sampling parameters in, logprobs out."""
+"""Conversion between ROLL's requests and SGLang's: sampling parameters in, logprobs and experts out."""
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +11,10 @@ from roll_core.errors import UnsupportedError
 from roll_core.types import TopTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from roll_core.types import Floats, GenerateRequest
+    from roll_core.types import Floats, GenerateRequest, RoutedExperts
+    from roll_modeling.routing import ExpertLayout
 
 MIN_TEMPERATURE = 1e-6
 """Lowest temperature above 0. For a lower one SGLang decodes greedily, with logprobs at temperature 1."""
@@ -92,3 +94,15 @@ def top_tokens(entries: Sequence[Sequence[Sequence[Any]] | None], k: int) -> Top
 def logprobs_of(entries: Sequence[Sequence[Any]] | None) -> Floats:
     """Logprobs `[T]` from SGLang's entries `[logprob, token, text]`; 0 for the first prompt token, which has none."""
     return np.asarray([each[0] or 0.0 for each in entries or ()], np.float32)
+
+
+def routed_experts(meta: Mapping[str, Any], layout: ExpertLayout) -> RoutedExperts | None:
+    """Routed experts `[tokens, M, K]` from a response's `meta_info`, M layers with experts; None if missing.
+
+    SGLang returns rows for all layers. They cover all tokens of a sequence but the last, including tokens that were in
+    its prefix cache.
+    """
+    if not (text := meta.get("routed_experts")):
+        return None
+    rows = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+    return layout.routed_experts(rows.reshape(-1, layout.num_layers, layout.top_k))

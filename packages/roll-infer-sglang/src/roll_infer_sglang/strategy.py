@@ -89,7 +89,7 @@ class SglangStrategy(InferStrategy):
             self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, devices)
         priorities = self._settings.enable_priority_scheduling
         self._requests = Requests(
-            server, self._who, model, launched.files, self._metrics, priorities=priorities, routing=launched.routing
+            server, self._who, model, launched.files, self._metrics, priorities=priorities, layout=launched.layout
         )
 
     @override

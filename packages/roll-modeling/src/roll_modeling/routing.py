@@ -13,11 +13,13 @@ N tokens of one call, in the order in which the router receives them    M layers
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roll_core.errors import DataError, ModelError, UnsupportedError
+from roll_modeling.architectures import NUMBER_OF_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,9 +64,36 @@ def check_routers(keys: Mapping[str, Any]) -> None:
         raise ValueError(why)
 
 
-def compact(indices: np.ndarray[Any, Any], experts: int) -> RoutedExperts:
+def _compact(indices: np.ndarray[Any, Any], experts: int) -> RoutedExperts:
     """Cast indices to the smallest unsigned integer type for this number of experts."""
     return indices.astype(np.min_scalar_type(max(experts - 1, 0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayout:
+    """Layers and experts of one mixture-of-experts model, for engines that return rows for all of its layers."""
+
+    num_layers: int
+    layers: tuple[int, ...]
+    """Indices of the layers that have experts."""
+    top_k: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, config: Any) -> ExpertLayout:
+        """Expert layout from a transformers config. Raises `UnsupportedError` if the model has no experts."""
+        experts = next((found for name in NUMBER_OF_EXPERTS if (found := getattr(config, name, None))), 0)
+        dense, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", None) or 1
+        first = getattr(config, "first_k_dense_replace", None) or 0
+        every = range(config.num_hidden_layers)
+        layers = tuple(each for each in every if each >= first and each not in dense and (each + 1) % step == 0)
+        if not experts or not layers:
+            raise UnsupportedError(f"router_replay needs experts, and this {config.model_type} has none")
+        return cls(num_layers=len(every), layers=layers, top_k=config.num_experts_per_tok, num_experts=experts)
+
+    def routed_experts(self, indices: np.ndarray[Any, Any]) -> RoutedExperts:
+        """Rows `[tokens, M, K]` of the layers with experts from rows of all layers, `[tokens, num_layers, K]`."""
+        return _compact(indices[:, list(self.layers)], self.num_experts)
 
 
 def _unknown(model_type: str) -> str:
@@ -126,7 +155,7 @@ class RoutingRecorder:
             raise ModelError(
                 f"{len(found)} routers were called in one forward pass, the model has {len(self._routers.modules)}"
             )
-        return compact(torch.stack(found, dim=1).cpu().numpy(), self._routers.num_experts)
+        return _compact(torch.stack(found, dim=1).cpu().numpy(), self._routers.num_experts)
 
     def _note(self, layer: int, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor) -> None:
         if layer == 0:
