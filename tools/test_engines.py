@@ -7,6 +7,9 @@ the end of the package's: `deepspeed` of `roll-strategy-deepspeed`. Each gets an
 `.engines/`, made of the repository's own files;
 where the table says `workspace = true`, the workspace's environment has all that it needs.
 
+Where the table has `oldest`, requirements of the oldest version that the package supports, `NAME-oldest` is an engine
+as well. It is tested only if it is named.
+
 A peer is another framework whose numbers ours are compared with: `[tool.roll.peers.NAME]` of the repository's
 `pyproject.toml` has the `packages` of ours that its tests need, its `requirements`, those that are installed `alone`
 (without their own), and the files with `tests`. It runs only if it is named.
@@ -32,6 +35,10 @@ TOOLS = ("pytest", "hypothesis")
 """Beginnings of the names, among the workspace's development dependencies, of what runs tests."""
 
 
+OLDEST = "-oldest"
+"""End of the name of an engine in the oldest version that our package supports."""
+
+
 def main(arguments: list[str]) -> int:
     """0 if the tests of all chosen engines pass, 2 if one of the names is not an engine's.
 
@@ -45,7 +52,8 @@ def main(arguments: list[str]) -> int:
             print(f"there is no engine {name!r}; there are {', '.join((*engines, *peers))}", file=sys.stderr)
             return 2
     # First those that need no environment of their own: the first other one is made in the meantime.
-    chosen = names or sorted(engines, key=lambda name: not in_workspace(engines[name]))
+    newest = [name for name in engines if not name.endswith(OLDEST)]
+    chosen = names or sorted(newest, key=lambda name: not in_workspace(engines[name]))
     failed = []
     ahead = ThreadPoolExecutor(max_workers=1)
     try:
@@ -79,8 +87,11 @@ def find_engines() -> dict[str, Path]:
     """Folders of the packages that bring an engine, by the engine's name."""
     found = {}
     for file in sorted((REPOSITORY / "packages").glob("*/pyproject.toml")):
-        if engine_table(read(file)):
-            found[file.parent.name.rpartition("-")[2]] = file.parent
+        name = file.parent.name.rpartition("-")[2]
+        if table := engine_table(read(file)):
+            found[name] = file.parent
+        if "oldest" in table:
+            found[name + OLDEST] = file.parent
     return found
 
 
@@ -122,9 +133,10 @@ def engine_python(name: str, package: Path) -> Path:
     here = [f"./{folder.relative_to(REPOSITORY)}" for folder in plain]
     engine = engine_table(read(package / "pyproject.toml"))
     here.append(f"./{package.relative_to(REPOSITORY)}")
+    requirements = engine.get("oldest" if name.endswith(OLDEST) else "requirements", [])
     return environment(
         name,
-        [*(word for folder in here for word in ("-e", folder)), *engine.get("requirements", []), *tools],
+        [*(word for folder in here for word in ("-e", folder)), *requirements, *tools],
         alone=engine.get("alone", []),
         remove=engine.get("remove", []),
         despite=left_out(package),

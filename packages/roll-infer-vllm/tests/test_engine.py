@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from packaging.version import Version
 from vllm_live import CACHE, CACHE_BYTES, start, strategy
 
 from roll_core.errors import EngineDiedError, RollError
@@ -242,12 +243,16 @@ def test_an_address_that_is_not_the_hosts_is_named():
 
 
 def test_the_arguments_that_check_knows_are_the_engines_own():
+    import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from roll_infer_vllm.arguments import PASSED_ON, REJECTED
+    from roll_infer_vllm.versions import SINCE
 
     known = set(VllmConfig.model_fields) - set(VllmConfig.own_keys)
-    assert known >= set(PASSED_ON) | set(REJECTED)
+    assert known >= set(PASSED_ON) | set(REJECTED) | set(SINCE)
+    installed = Version(vllm.__version__).release[:2]
+    known -= {name for name, version in SINCE.items() if Version(version).release > installed}
     own = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
     assert known == {name for name in own if not name.startswith("_")}
 

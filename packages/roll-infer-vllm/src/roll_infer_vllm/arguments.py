@@ -1,7 +1,8 @@
 """Engine arguments of the supported vLLM versions.
 
 Listed here so that `roll-core check` works without vLLM, which takes seconds to import and may be installed only where
-the role runs. A test and every engine start compare them with the arguments of the installed vLLM.
+the role runs. A test and every engine start compare them with the arguments of the installed vLLM. `versions` has the
+names that not all versions have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _REASONS: dict[str, str] = {
         worker_cls worker_extension_cls scheduler_cls weight_transfer_config
     """,
     "is fixed by the definition of a completion's logprobs": "logprobs_mode max_logprobs",
-    "needs vLLM's second model runner, which does not support this plugin's sampler": "enable_return_routed_experts",
+    "is set by the run's router_replay": "enable_return_routed_experts",
     "returns values that a completion does not contain": "return_sampling_mask",
     "is always on, because the run's metrics come from it": "disable_log_stats aggregate_engine_logging",
     "is set by device_mapping: each replica is a worker": """
@@ -78,16 +79,16 @@ _PASSED_ON = """
     mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_only mm_encoder_tp_mode
     mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device
     mm_processor_kwargs mm_shm_cache_max_object_size_mb mm_tensor_ipc model_class_overrides model_impl
-    model_loader_extra_config moe_backend num_gpu_blocks_override numa_bind numa_bind_cpus numa_bind_nodes
+    model_loader_extra_config moe_backend monokernel num_gpu_blocks_override numa_bind numa_bind_cpus numa_bind_nodes
     offload_backend offload_group_size offload_num_in_group offload_params offload_prefetch_step optimization_level
     otlp_traces_endpoint performance_mode pooler_config prefill_schedule_interval prefix_cache_retention_interval
     prefix_caching_hash_algo prefix_match_unit profiler_config pt_load_map_location ray_workers_use_nsight
     reasoning_config reasoning_parser reasoning_parser_plugin renderer_num_workers replayssm_buffer_len
     safetensors_load_strategy safetensors_prefetch_block_size safetensors_prefetch_num_threads
-    scheduler_reserve_full_isl show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling
+    scheduler_reserve_full_isl show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling sleep_mode_backend
     sleep_mode_offload_cudagraph sparse_indexer_topk_backend stream_interval structured_outputs_config
     swa_bounded_replay tokens_only ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load video_pruning_method
-    video_pruning_rate watermark watermark_config
+    video_pruning_rate watchdog_config watermark watermark_config
 """
 PASSED_ON: tuple[str, ...] = tuple(_PASSED_ON.split())
 """Arguments passed to the engine unchanged, in addition to the fields of `VllmConfig`."""

@@ -12,6 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RollError
+from roll_infer_vllm.versions import server_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,10 +108,7 @@ def _settings(arguments: AsyncEngineArgs, name: str) -> Any:
     """Parsed command-line arguments of `vllm serve` that correspond to this engine."""
     import dataclasses
 
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    settings = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    settings = server_arguments()
     for field in dataclasses.fields(arguments):
         if hasattr(settings, field.name):
             setattr(settings, field.name, getattr(arguments, field.name))
