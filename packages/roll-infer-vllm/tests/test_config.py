@@ -193,6 +193,17 @@ def test_a_mixture_of_experts_is_a_mistake_of_check(run):
     assert found == [(11, 22, "actor_infer.strategy_args.strategy_config")]
 
 
+@pytest.mark.parametrize(("key", "value"), [("enable_prefix_caching", "false"), ("pipeline_parallel_size", "2")])
+def test_router_replay_needs_the_prefix_cache_and_one_stage(run, key, value):
+    random = "actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 4}"
+    with pytest.raises(ConfigError) as raised:
+        load(run(f"{{{key}: {value}}}"), (random, "router_replay={mode: R3}"), load_registry())
+    (found,) = [each for each in raised.value.problems if each.key == "router_replay.mode"]
+    assert found.code == "ROLL-C018"
+    assert mentions(found.message, key)
+    VllmConfig().check_router_replay({})
+
+
 def test_an_engine_over_two_nodes_is_a_mistake_where_its_slots_are_written(run):
     file = run("{tensor_parallel_size: 2}")
     load(file, ("num_gpus_per_node=4", "actor_infer.device_mapping=[4,5,0,1]"), load_registry())

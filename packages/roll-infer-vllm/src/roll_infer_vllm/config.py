@@ -89,6 +89,18 @@ class VllmConfig(_EngineKeys):
             )
         return super().adapter_problem()
 
+    def check_router_replay(self, keys: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if the other keys do not permit vLLM to return routed experts."""
+        if not self.enable_prefix_caching:
+            raise ValueError(
+                "needs enable_prefix_caching: vLLM stores routed experts by the blocks of its prefix cache"
+            )
+        if self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}: vLLM returns routed experts only of models"
+                " in one stage"
+            )
+
     def weight_format(self) -> WeightFormat:
         """Format in which the trainer sends weights: `quantization` if it is set, otherwise the model's dtype."""
         return self.quantization or "dtype"

@@ -28,8 +28,6 @@ def engine_environment(
         "VLLM_NO_USAGE_STATS": "1",
         # The default level prints about a hundred lines at each start.
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # Our sampler fits only the first model runner, see `workarounds`.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
     if device == "cpu":
         # Otherwise vLLM binds its threads to fixed cores, and two replicas to the same ones.

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import ModelError
+from roll_core.errors import ModelError, UnsupportedError
 from roll_infer_vllm.engine_environment import engine_environment, environment
 from roll_infer_vllm.engine_metrics import stat_logger
 from roll_infer_vllm.memory import HOST_CACHE_BYTES
@@ -18,6 +18,7 @@ from roll_infer_vllm.registration import TRANSFER
 from roll_infer_vllm.watchdog import PARENT
 from roll_modeling.engine_config import check_arguments
 from roll_modeling.engine_files import engine_files
+from roll_modeling.routing import ExpertLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,13 +47,19 @@ class LaunchedVllm:
     engine: AsyncLLM
     arguments: AsyncEngineArgs
     files: EngineFiles
+    layout: ExpertLayout | None
+    """Expert layout of the model, if the engine returns routed experts."""
     release_files: Callable[[], None]
-    """Removes the temporary folder of `files`. Call it only after the engine has answered a call: its process reads the
-    model folder again after it has reported that it is ready (`EngineCoreProc._perform_handshakes`)."""
+    """Removes the temporary folder of `files`. Call it only after the engine has answered a call, and its server has
+    started. The engine's process reads the model folder again after it has reported that it is ready
+    (`EngineCoreProc._perform_handshakes`); vLLM 0.33's server reads the generation config."""
 
 
 def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: VllmMetrics) -> LaunchedVllm:
-    """Start the engine; blocks until it is ready. Raises `ModelError`, `ConfigError`."""
+    """Start the engine; blocks until it is ready.
+
+    Raises `ModelError`, `ConfigError`, and `UnsupportedError` for router replay with a dense model or without V2.
+    """
     from vllm.v1.engine.async_llm import AsyncLLM
 
     slots = settings.slots_per_worker()
@@ -78,12 +85,22 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
             _check_heads(files.head_sizes, who)
         if settings.quantization:
             _check_fp8(settings, files, model, device, who)
+        layout = None
+        if model.router_replay:
+            layout = ExpertLayout.of(files.text_config)
+            _check_second_runner(who)
         arguments = _arguments(model, files, given, slots, mesh)
         try:
             engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
         except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
             raise ModelError(f"{who}: vLLM cannot start with this model and strategy_config: {error}") from error
-        return LaunchedVllm(engine=engine, arguments=arguments, files=files, release_files=scratch.pop_all().close)
+        return LaunchedVllm(
+            engine=engine,
+            arguments=arguments,
+            files=files,
+            layout=layout,
+            release_files=scratch.pop_all().close,
+        )
 
 
 def _check_heads(found: set[int], who: str) -> None:
@@ -98,6 +115,21 @@ def _check_heads(found: set[int], who: str) -> None:
         raise ModelError(
             f"{who}: the model has attention heads of size {size}; on a CPU vLLM supports"
             f" {', '.join(map(str, sizes))}: use another model, or strategy hf_infer, which supports any size"
+        )
+
+
+def _check_second_runner(who: str) -> None:
+    """Raise `UnsupportedError` if vLLM will not use its second model runner (V2): only V2 returns routed experts."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    needs = f"{who}: router_replay.mode R3 needs vLLM's second model runner (V2)"
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise UnsupportedError(f"{needs}; remove VLLM_USE_V2_MODEL_RUNNER=0 from system_envs, or write mode: disable")
+    if not HAS_TRITON:
+        raise UnsupportedError(
+            f"{needs}, which needs Triton, and the installed Triton does not support this device: write mode: disable,"
+            " or use strategy hf_infer"
         )
 
 
@@ -130,6 +162,7 @@ def _arguments(
         "distributed_executor_backend": "mp" if slots > 1 else single,
         "worker_extension_cls": "roll_infer_vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": TRANSFER},
+        "enable_return_routed_experts": model.router_replay,
         "disable_log_stats": True,  # disables only vLLM's own loggers, not our stat logger
     }
     check_arguments("vLLM", given, {each.name for each in dataclasses.fields(AsyncEngineArgs)})

@@ -8,17 +8,22 @@ import numpy as np
 
 from roll_core.types import CompletionOutput
 from roll_infer_vllm.sampling import flat_logprobs, top_tokens
+from roll_infer_vllm.versions import weight_spans
 
 if TYPE_CHECKING:
-    from roll_core.types import FinishReason, Floats, GenerateRequest, TopTokens
+    from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts, TopTokens
+    from roll_modeling.routing import ExpertLayout
 
 
 class VllmOutput:
     """One output of a running request; exists during the call of `generate`."""
 
-    def __init__(self, request: GenerateRequest, index: int, version: int) -> None:
-        """Output `index` of the request, submitted with weights of `version`."""
-        self.request, self.index = request, index
+    def __init__(self, request: GenerateRequest, index: int, version: int, layout: ExpertLayout | None = None) -> None:
+        """Output `index` of the request, submitted with weights of `version`.
+
+        `layout`: expert layout of the model, if the engine returns routed experts.
+        """
+        self.request, self.index, self._layout = request, index, layout
         self.name = f"{request.id}/{index}"
         """Request id in vLLM."""
         self.prompt_logprobs: Floats | None = None
@@ -60,7 +65,7 @@ class VllmOutput:
         versions = np.zeros(num, np.int32)
         for start, version in self._starts:
             versions[start:] = version
-        for span in (ended.weight_versions if ended else None) or ():
+        for span in weight_spans(ended):
             versions[span.start : span.end] = int(span.version)
         reason: FinishReason = ended.finish_reason if ended else "abort"
         return CompletionOutput(
@@ -69,4 +74,16 @@ class VllmOutput:
             versions=versions,
             finish_reason=reason,
             stop=ended.stop_reason if ended and reason == "stop" else None,
+            routed_experts=self._routed_experts(ended, num),
         )
+
+    def _routed_experts(self, ended: Any, num: int) -> RoutedExperts | None:
+        """Rows `[P + num - 1, M, K]` of an output that has ended; None if the request did not ask for them.
+
+        vLLM returns them only at the end, also of an aborted output. After a weight update it recomputes the KV cache
+        of running requests, but keeps their rows: the experts with which the next tokens were sampled.
+        """
+        rows = ended.routed_experts if ended is not None else None
+        if self._layout is None or rows is None or not self.request.routed_experts:
+            return None
+        return self._layout.routed_experts(rows[: len(self.request.prompt_ids) + num - 1])

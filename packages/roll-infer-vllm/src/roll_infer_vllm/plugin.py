@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 
 ROLL_HOOK_API = 1
 
-VERSIONS = ">=0.32,<0.33"
-"""Supported vLLM versions, tested with the newest; other minor versions have other arguments and internals."""
+VERSIONS = ">=0.31,<0.34"
+"""Supported vLLM versions; `versions` has their differences."""
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     sleeps=True,
     lora=True,
     prompt_logprobs=True,
     prompt_topk=True,
+    routed_experts=True,
     in_flight_update=True,
     endpoint=True,
     tensor_parallel=True,

@@ -92,7 +92,7 @@ class VllmStrategy(InferStrategy):
         await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
         launched = await asyncio.to_thread(launch, self._settings, model, mesh, self._metrics)
         engine = self._engine = launched.engine
-        self._files = launched.files
+        self._files, self._layout = launched.files, launched.layout
         self._max_model_len = int(engine.model_config.max_model_len)
         try:
             processes = self._processes = VllmProcesses(engine, self._who)
@@ -101,13 +101,13 @@ class VllmStrategy(InferStrategy):
             else:
                 self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, slot_devices(mesh))
             await while_alive(engine, engine.collective_rpc("roll_prepare"))
+            await engine.update_weight_version("0")
+            await engine.get_supported_tasks()  # fetched once here, so that requests enter in the order of arrival
+            if self._stale:
+                await engine.pause_generation(mode="keep", clear_cache=False)  # HTTP requests wait for the first update
+            await self._server.start(engine, launched.arguments)
         finally:
             launched.release_files()
-        await engine.update_weight_version("0")
-        await engine.get_supported_tasks()  # fetched once here, so that requests enter in the order of arrival
-        if self._stale:
-            await engine.pause_generation(mode="keep", clear_cache=False)  # HTTP requests wait for the first update
-        await self._server.start(engine, launched.arguments)
 
     @override
     async def stop(self) -> None:
@@ -137,6 +137,7 @@ class VllmStrategy(InferStrategy):
         async def release() -> None:
             if self._on_host:
                 await engine.pause_generation(mode="abort", clear_cache=True)
+                await engine.pause_generation(mode="keep", clear_cache=False)  # vLLM 0.33 would reject HTTP requests
                 await engine.collective_rpc("roll_release_cache")
             else:
                 await engine.sleep(level=self._settings.sleep_level, mode="abort")
@@ -235,6 +236,7 @@ class VllmStrategy(InferStrategy):
             vocab_size=self._files.vocab_size,
             max_tokens=self._max_model_len,
             limit=limit,
+            routed_experts=self._layout is not None,
             has_tokenizer=bool(self._files.tokenizer),
         )
         check_served(request)
@@ -265,7 +267,7 @@ class VllmStrategy(InferStrategy):
         return [Completion(id=id, outputs=tuple(each.completion() for each in outputs)) for id, outputs in found]
 
     async def _complete(self, request: GenerateRequest) -> Completion:
-        outputs = [VllmOutput(request, index, self._version) for index in range(request.n)]
+        outputs = [VllmOutput(request, index, self._version, self._layout) for index in range(request.n)]
         self._outputs[request.id] = outputs
         tasks = [asyncio.create_task(self._generate(each)) for each in outputs]
         try:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
 from roll_core.errors import UnsupportedError
 
 
 class TemperedSampler(Sampler):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Sampler whose logprobs are under softmax(logits / temperature), before penalties and filters, as in the trainer.
+    """Sampler of vLLM's first model runner, with logprobs as the contract has them.
 
-    In vLLM 0.32 `logprobs_mode` selects the kind of logprobs for the whole engine. `raw` ignores the temperature;
-    `processed` includes penalties and top-k, top-p and min-p. Neither matches the trainer if the temperature is not 1
-    and filters are set. Prompt logprobs also use `compute_logprobs`, but outside of `forward`: they stay raw.
+    They are under softmax(logits / temperature), before penalties and filters, as in the trainer. In vLLM 0.32
+    `logprobs_mode` selects the kind of logprobs for the whole engine. `raw` ignores the temperature; `processed`
+    includes penalties and top-k, top-p and min-p. Neither matches the trainer if the temperature is not 1 and filters
+    are set. Prompt logprobs also use `compute_logprobs`, but outside of `forward`: they stay raw.
     """
 
     _temperature: Any = None
@@ -36,18 +39,53 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # vLLM is untyped to mypy
         return super().compute_logprobs(logits)
 
 
-def use_tempered_sampler(model_runner: Any) -> None:
-    """Replace the model runner's sampler by a `TemperedSampler` with the same options.
+class TemperedSamplerV2(SamplerV2):  # type: ignore[misc]
+    """Sampler of vLLM's second model runner (V2), with the same logprobs as `TemperedSampler`.
 
-    Raises `UnsupportedError` if the runner's sampler is not vLLM's standard `Sampler`.
+    vLLM computes them from the logits that `sample` returns, in place of which this class returns tempered ones.
     """
-    own = model_runner.sampler
-    if type(own) is not Sampler:
+
+    def sample(
+        self,
+        logits: Any,
+        expanded_idx_mapping: Any,
+        idx_mapping: Any,
+        idx_mapping_np: Any,
+        *args: Any,
+        return_logprobs: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """Sampled tokens, and the logits for their logprobs: float32, divided by the temperature (1 if it is 0)."""
+        tempered = logits.to(torch.float32, copy=True) if return_logprobs else None
+        rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np)
+        # With `return_logprobs` vLLM would not use its fused sampler, which computes no logits.
+        sampled, processed = super().sample(logits, *rows, *args, return_logprobs=False, **kwargs)
+        if tempered is None:
+            return sampled, processed
+        self.sampling_states.apply_temperature(tempered, expanded_idx_mapping, idx_mapping_np)
+        return sampled, tempered
+
+
+TEMPERED = {Sampler: TemperedSampler, SamplerV2: TemperedSamplerV2}
+"""Our sampler for each of vLLM's."""
+
+
+def use_tempered_sampler(model_runner: Any) -> None:
+    """Turn the model runner's sampler into ours, with the same options. V2 has none on all but the last pipeline stage.
+
+    Raises `UnsupportedError` for any other sampler of vLLM.
+    """
+    sampler = model_runner.sampler
+    if sampler is None:
+        return
+    if type(sampler) not in TEMPERED:
         raise UnsupportedError(
-            f"vLLM samples with {type(own).__module__}.{type(own).__name__}, which returns no logprobs at the sampling"
-            " temperature; remove VLLM_USE_V2_MODEL_RUNNER from system_envs, or set it to '0'"
+            f"vLLM samples with {type(sampler).__module__}.{type(sampler).__name__}, which returns no logprobs at the"
+            " sampling temperature: remove the key of strategy_config that selects this sampler"
         )
-    model_runner.sampler = TemperedSampler(own.logprobs_mode, own.use_fp64_gumbel)
+    sampler.__class__ = TEMPERED[type(sampler)]  # the object has other owners, such as a rejection sampler
+    if isinstance(sampler, SamplerV2):
+        sampler.logprobs_mode = "processed_logprobs"  # of the logits that `sample` returns
 
 
 def pack_tied_heads(model: Any) -> None:

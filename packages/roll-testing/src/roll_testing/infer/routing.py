@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from roll_core.spec.model import ModelSpec
-    from roll_core.types import RoutedExperts, TokenIds
+    from roll_core.types import Completion, GenerateRequest, RoutedExperts, TokenIds
     from roll_testing.infer.engine import Engine, Setup
 
 EXPERTS, TOP_K = 8, 2
+ABORTED = 300
+"""Maximum number of tokens of a request that is aborted."""
 MIXTURE: Mapping[str, Any] = {
     **SMALL,
     "model_type": "qwen3_moe",
@@ -47,6 +50,7 @@ class RoutingTests(InferKit):
         """Returned experts must be those with the largest router logits, in every layer.
 
         They cover the prompt and all but the last token of the response, in uint8, and are present only if requested.
+        An aborted output may have none, or those of its first tokens.
         """
         self.need(self.can.routed_experts, "routed_experts")
         self.need_exact(setup)
@@ -64,6 +68,18 @@ class RoutingTests(InferKit):
                     _check(output.routed_experts, np.concatenate([request.prompt_ids, output.token_ids]), module)
                 elif output.routed_experts is not None:
                     raise AssertionError(f"{request.id} did not request routed_experts but got them")
+
+        async def abort() -> tuple[GenerateRequest, Completion]:
+            request = replace(ask(self.prompt(5), max_new_tokens=ABORTED), routed_experts=True)
+            running = asyncio.create_task(engine.strategy.generate(request))
+            await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # by then the other runs
+            await engine.strategy.abort([request.id])
+            return request, await running
+
+        request, completion = engine.run(abort)
+        (output,) = completion.outputs
+        if (found := output.routed_experts) is not None:
+            _check(found, np.concatenate([request.prompt_ids, output.token_ids])[: len(found) + 1], module)
 
 
 def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
