@@ -3,8 +3,10 @@
 import asyncio
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from sync_workers import Engine, HostMemory, ProcessGroup, Trainer, record_of, same_values
 
 from roll_core.config.weight_transports import load_transport
@@ -235,6 +237,31 @@ def test_each_publish_is_described_by_its_own_export(monkeypatch):
     fp8 = replace(whole, weight_format="fp8")
     assert sender.prepare(replace(fp8, route=Route(sources=(1,)))) is None
     assert len(names(fp8)) == 9 + 6  # a matrix has its scales beside it
+
+
+@pytest.mark.parametrize("weight_format", ["dtype", "fp8"])
+def test_buffers_travel_in_their_own_dtype(monkeypatch, weight_format):
+    class Exporting(Trainer):
+        def export_buffers(self):
+            yield "gate.e_score_correction_bias", torch.tensor([1 + 2**-20, 5.0])
+
+        def export_adapters(self):
+            yield "lora_A", self.tensors["left"]
+
+    monkeypatch.setattr(load_transport(record_of("shm")), "sender", lambda setup: SimpleNamespace(address="nowhere"))
+    strategy = Exporting()
+    strategy.fault = "in_layers"
+    sender = WeightSender(strategy, role="actor_train", rank=0)
+    plan = SyncPlan(transport=record_of("shm"), dtype="BF16", weight_format=weight_format)
+    dtypes = {entry.name: entry.dtype for entry in sender.prepare(plan).manifest.tensors}
+    assert dtypes["layers.0.bias.weight"] == "BF16"
+    assert dtypes["gate.e_score_correction_bias"] == "F32"
+    adapters = sender.prepare(replace(plan, adapters=True, weight_format="dtype")).manifest
+    assert [entry.name for entry in adapters.tensors] == ["lora_A"]
+    together = sender.prepare(replace(plan, transport=record_of("shared"), weight_format="dtype"))
+    assert {name: str(tensor.dtype) for name, tensor in together.tensors}["gate.e_score_correction_bias"] == (
+        "torch.float32"
+    )
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])

@@ -26,6 +26,7 @@ def test_the_engines_own_arguments_go_to_it_as_they_are():
 def test_what_is_not_given_is_left_to_the_engine():
     assert VllmConfig().engine_arguments() == {
         "tensor_parallel_size": 1,
+        "enable_expert_parallel": False,
         "enable_lora": False,
         "pipeline_parallel_size": 1,
         "enable_prefix_caching": True,
@@ -130,12 +131,42 @@ def test_what_does_not_go_with_fp8_is_refused(given, facts):
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_mixtures_of_experts_are_refused_unless_only_adapters_are_published(key):
-    VllmConfig(enable_lora=True).check_model({key: 8})
-    for quantization in (None, "fp8"):
-        VllmConfig(quantization=quantization).check_model({key: 0, "hidden_size": 64})
-        with raises_error(ValueError, "experts"):
-            VllmConfig(quantization=quantization).check_model({key: 8})
+def test_mixtures_of_experts_are_refused_in_fp8(key):
+    VllmConfig().check_model({key: 8})
+    VllmConfig(quantization="fp8").check_model({key: 0, "hidden_size": 64})
+    with raises_error(ValueError, "experts"):
+        VllmConfig(quantization="fp8").check_model({key: 8})
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "facts"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8}, 4, ()),
+        ({"model_type": "qwen3_moe"}, 3, ("enable_expert_parallel", "128", "tensor_parallel_size 3")),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 6}, 4, ("enable_expert_parallel", "6", "4")),
+        ({"model_type": "qwen3"}, 2, ("enable_expert_parallel", "qwen3")),
+        ({"model_type": "own", "auto_map": {}}, 2, ()),
+        ({}, 2, ()),
+    ],
+)
+def test_expert_parallel_ranks_must_divide_the_experts(keys, ranks, facts):
+    def check():
+        VllmConfig(enable_expert_parallel=True, tensor_parallel_size=ranks).check_model(keys)
+
+    VllmConfig(tensor_parallel_size=ranks).check_model(keys)
+    if facts:
+        with raises_error(ValueError, *facts):
+            check()
+    else:
+        check()
+
+
+@pytest.mark.parametrize(
+    "key", [{"enable_eplb": True}, {"eplb_config": {"num_redundant_experts": 2}}, {"enable_elastic_ep": True}]
+)
+def test_redundant_experts_are_refused(key):
+    with raises_error(ValidationError, next(iter(key)), "copies"):
+        VllmConfig.model_validate(key)
 
 
 QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
@@ -187,10 +218,13 @@ def test_a_longest_sequence_below_prompt_and_response_is_a_mistake_where_it_is_w
     load(run("{max_model_len: 2048}"), (), load_registry())
 
 
-def test_a_mixture_of_experts_is_a_mistake_of_check(run):
-    random = "actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 4}"
-    found = problems(run, "{max_num_seqs: 4}", random)
+def test_experts_that_ranks_cannot_divide_are_a_mistake_of_check(run):
+    random = "actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 5}"
+    load(run("{max_num_seqs: 4}"), (random,), load_registry())
+    found = problems(run, "{tensor_parallel_size: 2, enable_expert_parallel: true}", random)
     assert found == [(11, 22, "actor_infer.strategy_args.strategy_config")]
+    redundant = problems(run, "{eplb_config: {num_redundant_experts: 2}}", random)
+    assert [key for _, _, key in redundant] == ["actor_infer.strategy_args.strategy_config"]
 
 
 @pytest.mark.parametrize(("key", "value"), [("enable_prefix_caching", "false"), ("pipeline_parallel_size", "2")])

@@ -103,6 +103,7 @@ class LoadedWeights(Replaceable):
         super().__init__(role, rank)
         self._loaded: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         """Parameters and buffers by name; tied parameters occur under each of their names."""
+        self._buffers = model.state_dict().keys() - self._loaded.keys()
         self._loaded.update(model.state_dict(keep_vars=True))
         self._needed = {name for name, _ in model.named_parameters()}
         self._live: set[int] = set()
@@ -123,6 +124,7 @@ class LoadedWeights(Replaceable):
         digests = Digests()
         borrowed: dict[str, Tensor] = {}
         for name, tensor in incoming:
+            self._adopt_dtype(name, tensor.dtype)
             loaded = self._loaded[name]
             if shared and tensor.dtype == loaded.dtype and tensor.device == loaded.device:
                 borrowed[name] = tensor.detach()
@@ -154,6 +156,12 @@ class LoadedWeights(Replaceable):
         if id(loaded) in self._live:
             self._allocate(name)
         return loaded.detach()
+
+    def _adopt_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """Give a buffer the dtype in which trainers send it, which is theirs."""
+        loaded = self._loaded[name]
+        if name in self._buffers and loaded.dtype != dtype:
+            loaded.data = loaded.data.to(dtype)
 
     def _allocate(self, name: str) -> None:
         """Allocate own memory for the parameter, together with its siblings in one buffer.

@@ -47,6 +47,9 @@ _REASONS: dict[str, str] = {
         speculative_config spec_method spec_model spec_tokens per_request_spec_decode_metrics
     """,
     "is not supported: prompt logprobs would be wrong": "kv_sharing_fast_prefill",
+    "is not supported: redundant copies of experts could not be compared with the sent experts": """
+        enable_eplb eplb_config enable_elastic_ep elastic_ep_max_dp_size
+    """,
     "is set by sleep_level": "enable_sleep_mode",
     "is not needed: a weight update follows each sleep": "sleep_preserve_parameter_names",
 }
@@ -61,12 +64,12 @@ _PASSED_ON = """
     dcp_kv_cache_interleave_size dcp_q_replicate diffusion_config disable_cascade_attn disable_chunked_mm_input
     disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_nccl_for_dp_synchronization disable_sliding_window
     distributed_timeout_seconds download_dir dp_sync_interval ec_manager_config ec_transfer_config
-    elastic_ep_max_dp_size enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator enable_dbo
-    enable_elastic_ep enable_ep_weight_filter enable_eplb enable_expert_parallel enable_fault_tolerance
+    enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator enable_dbo
+    enable_ep_weight_filter enable_fault_tolerance
     enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint
     enable_mfu_metrics enable_mm_embeds enable_mm_processor_stats enable_nccl_comm_suspend enable_prompt_embeds
-    enable_shm_tensor_arena enable_trace_replay engram_config eplb_config expert_placement_strategy
+    enable_shm_tensor_arena enable_trace_replay engram_config expert_placement_strategy
     fail_on_environ_validation fault_tolerance_config gdn_prefill_backend hf_token ignore_patterns interleave_mm_strings
     io_processor_plugin ir_op_priority jit_monitor_mode jit_monitor_verbose kda_decode_backend kda_prefill_backend
     kernel_config kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample kv_events_config

@@ -12,7 +12,7 @@ from pydantic import Field, create_model, model_validator
 from roll_core.spec.config import PositiveInt, WeightFormat  # noqa: TC001 - pydantic reads the annotations
 from roll_core.spec.fp8 import BLOCK
 from roll_infer_vllm.arguments import PASSED_ON, QUANTIZATION, REJECTED
-from roll_modeling.architectures import assigned, check_engine, has_experts, package_folder
+from roll_modeling.architectures import assigned, check_engine, has_experts, num_experts, package_folder
 from roll_modeling.engine_config import EngineConfig
 
 KNOWN_PLUGINS = ("vllm.", "roll_infer_vllm.")
@@ -43,6 +43,9 @@ class VllmConfig(_EngineKeys):
     """Tensor parallel size: number of slots over which each layer is sharded."""
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline parallel size: number of stages. A worker takes tensor × pipeline parallel slots."""
+    enable_expert_parallel: bool = False
+    """Give each tensor-parallel rank some of the experts whole, instead of a part of every expert. The number of
+    experts must be divisible by `tensor_parallel_size`."""
     max_model_len: PositiveInt | None = None
     """Maximum sequence length, prompt plus response, in tokens. Default: the model's own limit. The KV cache must hold
     one sequence of this length."""
@@ -106,14 +109,23 @@ class VllmConfig(_EngineKeys):
         return self.quantization or "dtype"
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for a mixture of experts, unless `enable_lora` is set, and for sides no fp8 block fits."""
-        if not self.enable_lora and has_experts(keys):
-            raise ValueError(
-                "mixtures of experts are not supported: the experts loaded in vLLM cannot be read back, so the first"
-                " weight update would be rejected"
-            )
+        """Raise `ValueError` for experts in fp8 or that ranks cannot divide, and for sides that no fp8 block fits."""
+        if self.quantization and has_experts(keys):
+            raise ValueError(f"quantization: {self.quantization} does not support mixtures of experts")
+        if self.enable_expert_parallel and "model_type" in keys and "auto_map" not in keys:
+            self._check_expert_parallel(keys)
         if self.quantization == "fp8_per_block":
             _check_blocks(keys, self.tensor_parallel_size)
+
+    def _check_expert_parallel(self, keys: Mapping[str, Any]) -> None:
+        experts = num_experts(keys)
+        if not experts:
+            raise ValueError(f"enable_expert_parallel: a {keys['model_type']} has no experts: remove the key")
+        if experts % self.tensor_parallel_size:
+            raise ValueError(
+                f"enable_expert_parallel: {experts} experts cannot be divided by tensor_parallel_size"
+                f" {self.tensor_parallel_size}, the number of ranks that share them"
+            )
 
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` unless vLLM implements the architecture or can run its transformers module."""

@@ -83,6 +83,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
         files = scratch.enter_context(engine_files(model, "vLLM"))
         if device == "cpu":
             _check_heads(files.head_sizes, who)
+            _check_expert_parallel(settings, who)
         if settings.quantization:
             _check_fp8(settings, files, model, device, who)
         layout = None
@@ -133,6 +134,18 @@ def _check_second_runner(who: str) -> None:
         )
 
 
+def _check_expert_parallel(settings: VllmConfig, who: str) -> None:
+    """Raise `ModelError` for expert parallelism on a CPU: vLLM's kernel ignores the expert map, and the engine crashes.
+
+    A test fails when it does not.
+    """
+    if settings.enable_expert_parallel and settings.tensor_parallel_size > 1:
+        raise ModelError(
+            f"{who}: enable_expert_parallel: vLLM's kernel for CPUs does not support it: remove the key, then"
+            " tensor_parallel_size splits every expert"
+        )
+
+
 def _check_fp8(settings: VllmConfig, files: EngineFiles, model: ModelSpec, device: str, who: str) -> None:
     try:
         settings.check_model(files.text_config.to_dict())
@@ -155,6 +168,7 @@ def _arguments(
     own: dict[str, Any] = {
         **_file_arguments(files),
         **(adapter_arguments(model.lora) if model.lora is not None else {}),
+        "hf_overrides": implied_keys(files.config),
         "dtype": DTYPES[model.dtype],
         "seed": mesh.sampling_seed % 2**31,  # for requests without a seed; differs between starts and replicas
         "trust_remote_code": model.trust_remote_code,
@@ -170,6 +184,20 @@ def _arguments(
         return AsyncEngineArgs(**given, **own)
     except (ValueError, TypeError) as error:
         raise ModelError(f"{who}: vLLM rejects strategy_config: {error}") from error
+
+
+def implied_keys(config: Any) -> dict[str, Any]:
+    """Config keys that vLLM reads and transformers does not need, so that a model of `random_init` lacks them.
+
+    Without them vLLM routes without the correction bias, which transformers always has, or does not start.
+    """
+    implied: dict[str, Any] = {}
+    if config.model_type == "deepseek_v3":
+        implied = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    elif config.model_type == "minimax_m2":
+        rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        implied = {"use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": int(config.head_dim * rotated)}
+    return {key: value for key, value in implied.items() if not hasattr(config, key)}
 
 
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:

@@ -17,27 +17,38 @@ pair per part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
-from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
+from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from roll_core.spec.fp8 import BLOCK
+from roll_infer_vllm import experts
+from roll_infer_vllm.shuffles import learned
 from roll_modeling.comparing import SIDES
-from roll_modeling.engine_weights import LoadedModel, LoadedTensor
+from roll_modeling.engine_experts import ExpertName
+from roll_modeling.engine_weights import ExpertsTensor, LoadedModel, LoadedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -47,31 +58,48 @@ BLOCK_SCALE = "weight_scale_inv"
 """Parameter with the scales of an fp8 matrix per block, see `roll_infer_vllm.fp8`."""
 UNREADABLE = "_roll_unreadable"
 """Attribute of the model: by name, flat indices and values of the elements that a multiplication does not reproduce."""
+SPARSE_BLOCK = ".block_sparse_moe."
+"""What vLLM and checkpoints of Mixtral and MiniMax-M2 name the module that transformers names `mlp`."""
+MOE_STATICS = ".gate.moe_statics."
+"""Module in which transformers has the correction bias of ERNIE 4.5, `[1, E]` there; in vLLM it is the gate."""
+SHARDED = frozenset({"sinks", "A_log", "dt_bias"})
+"""Parameters per attention head that layers other than linear ones shard by rows."""
 ADAPTER_SLOT = 0
 """Slot of the adapter in vLLM's stacked buffers; the engine has only one (`max_loras` is 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmTensor(LoadedTensor):
-    """Location of a tensor in vLLM's model. The parameter is `weight`, `bias`, `weight_scale` or `weight_scale_inv`."""
+    """Location of a tensor in vLLM's model. The parameter is `weight`, `bias`, `weight_scale`, `weight_scale_inv`, or a
+    layer's own."""
+
+    before: tuple[int, ...] = ()
+    """Rows over all ranks of the parts of a fused matrix that precede this tensor."""
+    parts: tuple[int, ...] = ()
+    """Rows of the tensor over all ranks, in parts that are sharded one by one; empty if it is not fused."""
+    shape_sent: tuple[int, ...] = ()
+    """Shape of Hugging Face's tensor if it differs."""
 
     @property
     @override
     def shape(self) -> tuple[int, ...]:
         module = self.module
-        if isinstance(module, LinearBase):
-            rows = module.output_size
-            if self.index is not None:
-                rows = module.output_sizes[self.index]
-                if isinstance(module, QKVParallelLinear) and self.index > 0:
-                    rows //= module.num_kv_head_replicas
-            if self.parameter == BLOCK_SCALE:
-                return -(-rows // BLOCK), -(-module.input_size // BLOCK)
-            columns = {"weight": (module.input_size,), "weight_scale": (1,)}
-            return (rows, *columns.get(self.parameter, ()))
+        if self.shape_sent:
+            return self.shape_sent
         if isinstance(module, VocabParallelEmbedding):
             return (module.org_vocab_size, module.embedding_dim)
-        return tuple(getattr(module, self.parameter).shape)
+        local = tuple(getattr(module, self.parameter).shape)
+        if not isinstance(module, LinearBase):
+            return (local[0] * _row_shards(module, self.parameter), *local[1:]) if local else local
+        rows = sum(self.parts) or module.output_size
+        if isinstance(module, QKVParallelLinear) and self.index:
+            rows //= module.num_kv_head_replicas
+        if self.parameter == "weight" and len(local) == 3:  # a convolution
+            return (rows, *local[1:])
+        if self.parameter == BLOCK_SCALE:
+            return -(-rows // BLOCK), -(-module.input_size // BLOCK)
+        columns = {"weight": (module.input_size,), "weight_scale": (1,)}
+        return (rows, *columns.get(self.parameter, ()))
 
 
 class VllmModel(LoadedModel):
@@ -83,47 +111,71 @@ class VllmModel(LoadedModel):
         heads = [each for each in model.modules() if isinstance(each, ParallelLMHead) and hasattr(each, "cpu_linear")]
         self._heads: dict[int, Any] = {id(each.weight): each for each in heads}
         """Packed output layers, by the id of the weight that they were packed from."""
+        self._has_sparse_blocks = any(SPARSE_BLOCK in name for name, _ in model.named_modules())
+        self._latent = {id(each.kv_b_proj): each for each in model.modules() if isinstance(each, MLAAttention)}
+        """Layers of latent attention, by the id of their `kv_b_proj`."""
         self._unreadable: dict[str, tuple[Tensor, Tensor]] = getattr(model, UNREADABLE, {})
         self._last: tuple[Any, Tensor] | None = None
         """Module and matrix that were unpacked last; a cache, because fused tensors mostly follow one another."""
 
     @override
-    def locate(self, name: str) -> VllmTensor | None:
-        module, index = self._find(name)
+    def locate(self, name: str) -> VllmTensor | ExpertsTensor | None:
+        if (expert := ExpertName.parse(name)) is not None:
+            module = self._module(self._rename(f"{expert.path}.weight").rpartition(".")[0])
+            if isinstance(module, PPMissingLayer):
+                return None
+            routed = getattr(module, "routed_experts", None)
+            if not isinstance(routed, RoutedExperts):
+                raise KeyError(name)
+            return experts.located(routed, expert)
+        path, index = self._find(name)
+        module = self._module(path)
         if isinstance(module, PPMissingLayer):  # another pipeline stage has it
             return None
         parameter = self._rename(name).rpartition(".")[2]
         if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
             raise KeyError(name)
-        return VllmTensor(module=module, parameter=parameter, index=index)
+        at = self._tensor(path, parameter, index)
+        return replace(at, shape_sent=(1, *at.shape)) if MOE_STATICS in name else at
 
     @override
-    def located(self) -> Iterator[tuple[str, VllmTensor]]:
+    def located(self) -> Iterator[tuple[str, VllmTensor | ExpertsTensor]]:
         packed = getattr(self._model, "packed_modules_mapping", {})
         modules = dict(self._model.named_modules())
         for name, _ in self._model.named_parameters():
             path, _, parameter = name.rpartition(".")
             prefix, _, last = path.rpartition(".")
+            if isinstance(modules[path], RoutedExperts):
+                matrix, _, kind = parameter.partition("_")
+                every = ExpertName(path=path, matrix="w2" if matrix == "w2" else "w13", parameter=kind)
+                yield name, experts.located(modules[path], every)
+                continue
+            if isinstance(modules[path], MLAAttention):
+                continue  # computed from `kv_b_proj`
             members = packed.get(last, ())
             if len(members) < 2:
-                yield name, VllmTensor(module=modules[path], parameter=parameter)
+                yield name, self._tensor(path, parameter, None)
                 continue
             for index, member in enumerate(members):
-                at = VllmTensor(module=modules[path], parameter=parameter, index=index)
-                yield f"{prefix}.{member}.{parameter}", at
+                yield f"{prefix}.{member}.{parameter}", self._tensor(path, parameter, index)
 
     @override
     def read(self, name: str, at: VllmTensor) -> Tensor:
         module = at.module
-        packed = at.parameter == "weight" and isinstance(module, LinearBase) and module.weight.numel() == 0
+        is_matrix = at.parameter == "weight" and isinstance(module, LinearBase)
+        packed = is_matrix and module.weight.numel() == 0 and hasattr(module, "cpu_linear")
         local = self._unpacked(module) if packed else getattr(module, at.parameter).detach()
-        if at.index is not None:
-            height = BLOCK if at.parameter == BLOCK_SCALE else 1
-            sizes = [-(-size // module.tp_size // height) for size in module.output_sizes]
-            local = local.split(sizes, dim=0)[at.index]
-        elif isinstance(module, VocabParallelEmbedding):
+        if isinstance(module, VocabParallelEmbedding):
             local = self._as_multiplied(module, local)
-        whole = _gathered(module, at, local)
+        elif id(module) in self._latent and at.parameter == "weight":
+            local = _as_absorbed(self._latent[id(module)], local)
+        if at.parts:
+            height = BLOCK if at.parameter == BLOCK_SCALE else 1
+            sizes = [-(-size // module.tp_size // height) for size in (*at.before, *at.parts)]
+            parts = local[: sum(sizes)].split(sizes)[len(at.before) :]
+            whole = torch.cat([_gathered(module, at, part) for part in parts])
+        else:
+            whole = _gathered(module, at, local)
         if isinstance(module, LinearBase) and at.parameter == "bias":
             whole = whole.to(module.params_dtype)  # vLLM converts the biases of some packed layers to a wider dtype
         if packed and name in self._unreadable:
@@ -137,36 +189,73 @@ class VllmModel(LoadedModel):
         layer, _, side = name.rpartition(".lora_")
         if f"lora_{side}" not in SIDES:
             raise KeyError(name)
-        module, index = self._find(f"{layer}.weight")
+        path, index = self._find(f"{layer}.weight")
+        module = self._module(path)
         stacked: Any = getattr(module, "lora_a_stacked" if side.startswith("A") else "lora_b_stacked", None)
         if stacked is None:
             raise KeyError(name)
         found: Tensor = stacked[index or 0][ADAPTER_SLOT, 0]
         return found
 
-    def _find(self, name: str) -> tuple[Any, int | None]:
-        """Module that has the parameter of this name, and the parameter's position if it is fused with others.
+    @override
+    def expert_shards(self, at: ExpertsTensor, expert: int) -> Sequence[Tensor]:
+        return experts.shards(at, expert)
 
-        Raises `KeyError` if there is no such module.
-        """
+    def _tensor(self, path: str, parameter: str, index: int | None) -> VllmTensor:
+        """Location of a parameter of the module at `path`, or of the part of it at `index` among the fused ones."""
+        module = self._module(path)
+        before: tuple[int, ...] = ()
+        parts: tuple[int, ...] = ()
+        if index is not None:
+            outputs = module.output_sizes
+            members = getattr(self._model, "packed_modules_mapping", {})[path.rpartition(".")[2]]
+            # Qwen3.5 fuses `in_proj_qkv`, which is three parts by itself, with `in_proj_z`.
+            several = len(outputs) - len(members)
+            start = 0 if index == 0 else index + several
+            before, parts = tuple(outputs[:start]), tuple(outputs[start : index + several + 1])
+        elif path.endswith(".conv1d"):
+            mixer = self._module(path.rpartition(".")[0])
+            if isinstance(mixer, GatedDeltaNetAttention):
+                parts = (mixer.key_dim, mixer.key_dim, mixer.value_dim)
+        return VllmTensor(module=module, parameter=parameter, index=index, before=before, parts=parts)
+
+    def _find(self, name: str) -> tuple[str, int | None]:
+        """Path of the module that has the parameter of this name, and its position if it is fused with others."""
         path = self._rename(name).rpartition(".")[0]
         last = name.rpartition(".")[0].rpartition(".")[2]
-        index = None
         for fused, members in getattr(self._model, "packed_modules_mapping", {}).items():
-            if last in members and len(members) > 1:
-                path, index = f"{path.rpartition('.')[0]}.{fused}", members.index(last)
-                break
+            together = f"{path.rpartition('.')[0]}.{fused}"
+            if last in members and len(members) > 1 and self._has(together):
+                return together, members.index(last)
+        return path, None
+
+    def _has(self, path: str) -> bool:
+        try:
+            self._module(path)
+        except KeyError:
+            return False
+        return True
+
+    def _module(self, path: str) -> Any:
+        """Module at this path, or the `PPMissingLayer` that contains it. Raises `KeyError` if there is none."""
         module: Any = self._model
         for step in path.split(".") if path else ():
             module = getattr(module, step, None)
             if module is None:
-                raise KeyError(name)
+                raise KeyError(path)
             if isinstance(module, PPMissingLayer):
                 break
-        return module, index
+        return module
+
+    def sent_name(self, name: str) -> str:
+        """The name that the model's loader knows for a tensor of transformers' module."""
+        if self._has_sparse_blocks:
+            name = name.replace(".mlp.", SPARSE_BLOCK)
+        return name.replace(MOE_STATICS, ".gate.")
 
     def _rename(self, name: str) -> str:
         """vLLM's name for a Hugging Face name, by the model's mapping if it has one. Raises `KeyError` if dropped."""
+        name = self.sent_name(name)
         mapper = getattr(self._model, "hf_to_vllm_mapper", None)
         renamed = mapper.map_name(name) if mapper is not None else name
         if renamed is None:
@@ -207,7 +296,7 @@ def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _multiplied_identity(module: Any) -> Tensor:
     head = isinstance(module, ParallelLMHead)
-    columns = module.embedding_dim if head else module.input_size_per_partition
+    columns = module.embedding_dim if head else getattr(module, "input_size_per_partition", module.input_size)
     dtype = module.weight.dtype
     products = []
     for start in range(0, columns, ROWS):
@@ -217,7 +306,42 @@ def _multiplied_identity(module: Any) -> Tensor:
     return torch.cat(products).t().contiguous()
 
 
+def _as_absorbed(layer: MLAAttention, weight: Tensor) -> Tensor:
+    """`kv_b_proj`'s weight `[N·(P+V), L]`, or the matrices that latent attention made of it if they differ from it.
+
+    Decoding multiplies by them: `W_UK_T [N, P, L]` and `W_UV [N, L, V]`; N heads of this rank, P and V sizes of keys
+    without position and of values, L latent size. With AMX the weight is released, and they are packed.
+    """
+    if weight.numel() == 0:
+        packed = layer.impl._w_uk_packed, layer.impl._w_uv_packed
+        sizes = (layer.kv_lora_rank, layer.qk_nope_head_dim), (layer.v_head_dim, layer.kv_lora_rank)
+        key_LP, value_VL = [_unpacked_heads(each, shape) for each, shape in zip(packed, sizes, strict=True)]
+        key_PL = key_LP.transpose(1, 2)
+    else:
+        key_PL, value_VL = layer.W_UK_T, layer.W_UV.transpose(1, 2)
+    absorbed = torch.cat([key_PL, value_VL], dim=1).flatten(0, 1)
+    return weight if weight.numel() and torch.equal(absorbed.to(weight.dtype), weight) else absorbed
+
+
+def _unpacked_heads(packed: Tensor, shape: tuple[int, int]) -> Tensor:
+    """`[N, *shape]` of matrices that vLLM packed for AMX."""
+    (places,) = learned("amx", lambda heads: [torch.ops._C.convert_weight_packed(heads[0])], [shape], packed)
+    if places is None:
+        raise RuntimeError("vLLM packs kv_b_proj in a layout that cannot be read back: set attention_backend: CPU_MLA")
+    return packed.flatten(1)[:, places].view(len(packed), *shape)
+
+
+def _row_shards(module: Any, parameter: str) -> int:
+    """Number of different shards of rows of a parameter that is no linear layer's."""
+    if isinstance(module, MiniMaxText01RMSNormTP):
+        return int(module.weight_shard_world)
+    return get_tensor_model_parallel_world_size() if parameter in SHARDED else 1
+
+
 def _gathered(module: Any, at: VllmTensor, local: Tensor) -> Tensor:
+    if (num_shards := _row_shards(module, at.parameter)) > 1:
+        ranks = _all_gathered(local.contiguous()[None], 0)
+        return ranks[:: len(ranks) // num_shards].flatten(0, 1)
     size = getattr(module, "tp_size", 1)
     if isinstance(module, VocabParallelEmbedding):
         whole = tensor_model_parallel_all_gather(local, 0) if size > 1 else local

@@ -9,7 +9,8 @@ TRANSFER = "roll"
 
 
 def register() -> None:
-    """Register the weight transfer engine and the quantization method, and end the process when the worker exits.
+    """Register the weight transfer engine and the quantization method, and end the process when the worker exits. On a
+    CPU also mend vLLM's router.
 
     The weight transfer module is imported only when an engine uses it. Idempotent.
     """
@@ -21,4 +22,11 @@ def register() -> None:
     except ValueError as error:
         if "already registered" not in str(error):
             raise
+    from vllm.platforms import current_platform
+
     import roll_infer_vllm.fp8  # noqa: F401 - its decorators register
+
+    if current_platform.is_cpu():
+        from roll_infer_vllm.workarounds import route_with_correction_biases
+
+        route_with_correction_biases()

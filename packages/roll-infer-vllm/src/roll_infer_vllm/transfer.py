@@ -12,9 +12,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from roll_infer_vllm.loaded_model import remember_unreadable
-from roll_infer_vllm.workarounds import pack_tied_heads
+from roll_infer_vllm import experts
+from roll_infer_vllm.loaded_model import VllmModel, remember_unreadable
+from roll_infer_vllm.workarounds import load_sinks, pack_experts_again, pack_tied_heads
 from roll_modeling.buckets import BucketInfo, read_bucket
+from roll_modeling.engine_experts import ExpertName
+from roll_modeling.engine_weights import ExpertsTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +55,8 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
     def start_weight_update(self) -> None:
         """Start an update: tensors are buffered until their layer is complete, and then replace it."""
         self.failure = ""
+        if self.device.type == "cpu":
+            pack_experts_again(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -69,7 +74,8 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
 
     def receive_weights(self, update_info: BucketUpdate) -> None:
         """Load the tensors of one bucket; see `update_weights`."""
-        self.model.load_weights(self._tensors(BucketInfo(**asdict(update_info))))
+        loaded = VllmModel(self.model, str(self.device))
+        self.model.load_weights(self._others(loaded, BucketInfo(**asdict(update_info))))
 
     def finish_weight_update(self) -> None:
         """Finish an update: process layers that stayed incomplete (padded ones) and restore the model's structure."""
@@ -80,8 +86,19 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
     def shutdown(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    def _tensors(self, bucket: BucketInfo) -> Iterator[tuple[str, Tensor]]:
+    def _others(self, loaded: VllmModel, bucket: BucketInfo) -> Iterator[tuple[str, Tensor]]:
+        """Load the bucket's experts; yields the other tensors, by the names that the model's loader knows.
+
+        Loaders of models do not agree on names of experts; that of `RoutedExperts` has none.
+        """
         for name, tensor in read_bucket(bucket, str(self.device)):
+            if ExpertName.parse(name) is not None:
+                if isinstance(at := loaded.locate(name), ExpertsTensor):
+                    experts.load(at, tensor.to(self.device))
+                continue
+            if name.endswith(".sinks"):
+                load_sinks(loaded.locate(name), tensor.to(self.device))
+                continue
             if self.device.type == "cpu":
                 remember_unreadable(self.model, name, tensor)
-            yield name, tensor.to(self.device)
+            yield loaded.sent_name(name), tensor.to(self.device)

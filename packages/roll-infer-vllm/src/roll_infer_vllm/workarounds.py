@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router import cpu_router
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
 from roll_core.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll_modeling.engine_weights import LoadedTensor
+
+
+SCORES = ("softmax", "sigmoid")
+"""Functions of router logits that correction biases are added to."""
 
 
 class TemperedSampler(Sampler):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -97,3 +111,53 @@ def pack_tied_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+
+
+def pack_experts_again(model: Any) -> None:
+    """Make vLLM pack experts again in the update that begins, on a CPU.
+
+    vLLM 0.32 and 0.33 pack experts for a CPU only while they build the layer's kernel. In an update the kernel exists,
+    so that plain weights would be copied over the packed ones and the layer would compute with permuted weights.
+    """
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None
+
+
+def load_sinks(at: LoadedTensor | None, sinks_N: Tensor) -> None:
+    """Load this rank's attention sinks of a gpt-oss layer; `at` is None if another process has the layer.
+
+    vLLM's loader copies them into the parameter itself, which has no memory during an update: they would stay stale.
+    """
+    if at is not None:
+        parameter = getattr(at.module, at.parameter)
+        local_N = sinks_N.chunk(get_tensor_model_parallel_world_size())[get_tensor_model_parallel_rank()]
+        parameter.weight_loader(parameter, local_N.clone())
+
+
+def route_with_correction_biases() -> None:
+    """Make vLLM's router for a CPU add correction biases to the scores of experts without groups. Idempotent.
+
+    vLLM 0.32 and 0.33 ignore them there (ERNIE 4.5), or raise for scores other than softmax (MiniMax-M2). With one
+    group of all experts, vLLM's routing over groups is the same function.
+    """
+    compute = CPURouter._compute_routing
+    if hasattr(compute, "__wrapped__"):
+        return
+
+    @wraps(compute)
+    def compute_with_biases(router: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if router.use_grouped_topk or router.e_score_correction_bias is None or router.scoring_func not in SCORES:
+            return compute(router, hidden_states, router_logits, *args, **kwargs)
+        return cpu_router._grouped_topk(
+            router_logits,
+            router.top_k,
+            router.renormalize,
+            num_expert_group=1,
+            topk_group=1,
+            scoring_func=router.scoring_func,
+            routed_scaling_factor=router.routed_scaling_factor,
+            e_score_correction_bias=router.e_score_correction_bias,
+        )
+
+    CPURouter._compute_routing = compute_with_biases

@@ -187,10 +187,16 @@ def _has_table(file: Path) -> bool:
 
 def has_experts(keys: Mapping[str, Any]) -> bool:
     """True for a mixture of experts, also if the number of experts is the default of its `model_type`."""
+    return num_experts(keys) > 0
+
+
+def num_experts(keys: Mapping[str, Any]) -> int:
+    """Number of routed experts per layer, which may be the default of the `model_type`; 0 for other models."""
     text = keys.get("text_config")
     keys = {**keys, **text} if isinstance(text, dict) else keys
     given = [keys[name] for name in NUMBER_OF_EXPERTS if name in keys]
-    return any(given) if given else bool(_config_default(keys.get("model_type"), *NUMBER_OF_EXPERTS))
+    found = next(filter(None, given), 0) if given else _config_default(keys.get("model_type"), *NUMBER_OF_EXPERTS)
+    return int(found or 0)
 
 
 def package_folder(name: str) -> Path | None:

@@ -13,7 +13,7 @@ from roll_core.errors import CheckpointError
 from roll_modeling.lora import ADAPTER, base_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from roll_modeling.lora import Adapters
 
 PLACE = "the portable state"
+ROUTER_BUFFERS = ("e_score_correction_bias", "expert_bias")
+"""Last parts of the names of transformers' buffers that routers add to their scores."""
 
 
 def check_same(
@@ -63,6 +65,11 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Buffers that transformers stores, by its names; those of the base model if `model` has adapters."""
     persistent = {name for name in model.state_dict() if f".modules_to_save.{ADAPTER}." not in name}
     return {base_name(name): each for name, each in model.named_buffers() if name in persistent}
+
+
+def router_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The stored buffers that routers of experts add to their scores, for `TrainStrategy.export_buffers`."""
+    return ((name, each) for name, each in stored_buffers(model).items() if name.endswith(ROUTER_BUFFERS))
 
 
 @torch.no_grad()

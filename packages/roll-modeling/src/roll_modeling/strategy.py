@@ -16,7 +16,7 @@ from roll_modeling.model import DTYPES, load_model, text_parts
 from roll_modeling.module_programs import StrategyModule, load_module, model_library
 from roll_modeling.offload import Offloader
 from roll_modeling.pieces import warn_of_mtp, write_gathered
-from roll_modeling.portable_state import check_same, stored_buffers
+from roll_modeling.portable_state import check_same, router_buffers, stored_buffers
 from roll_modeling.process_group import select_device
 
 if TYPE_CHECKING:
@@ -122,6 +122,10 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         )
 
     # -- weights -------------------------------------------------------------------------------------------------------
+
+    def export_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Correction biases of routers, see `router_buffers`."""
+        return router_buffers(self.model)
 
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """LoRA factors A and B as whole tensors; B includes the LoRA scale. Collective if parameters are sharded.

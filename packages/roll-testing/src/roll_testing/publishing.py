@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import chain
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,9 @@ def published(
             if outcome is not None and outcome.failure is not None:
                 raise outcome.failure
             held = receiver.wait()
-            exported = {name: digest(tensor) for name, tensor in strategy.export_weights()}
+            exported = {
+                name: digest(tensor) for name, tensor in chain(strategy.export_weights(), strategy.export_buffers())
+            }
             if handle is not None:
                 yield held, exported
     finally:

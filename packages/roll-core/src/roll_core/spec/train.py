@@ -395,6 +395,14 @@ class TrainStrategy(ABC):
         keep; names are those of the model without adapters, and the parameters do not change.
         """
 
+    def export_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and values of buffers that an engine needs as well, such as routers' `e_score_correction_bias`.
+
+        Iterated like `export_weights`. They are sent after the weights, in their own dtype: rounded to bfloat16 they
+        would choose other experts.
+        """
+        return iter(())
+
     def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield A `[R, I]` and B `[O, R]` of every target, in a fixed order.
 

@@ -14,6 +14,7 @@ from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_modeling.model import load_model
+from roll_modeling.portable_state import router_buffers
 from roll_testing.infer.interrupting import settle
 
 if TYPE_CHECKING:
@@ -116,14 +117,14 @@ class Live:
     ) -> tuple[WeightManifest, WeightReceipt]:
         """Same as `publish`, for callers on the engine's event loop."""
         self.version = self.version + 1 if version is None else version
-        sent = list(self.model.named_parameters()) if tensors is None else tensors
+        sent = [*self.model.named_parameters(), *router_buffers(self.model)] if tensors is None else tensors
         manifest = manifest or make_manifest(self.version, sent)
         return manifest, await self.strategy.update_weights(self.version, manifest, iter(sent))
 
     def step(self) -> None:
         """Change every weight of the trainer's model."""
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in (*self.model.parameters(), *(each for _, each in router_buffers(self.model))):
                 parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(self.version))
 
     def logprobs(self, tokens: Sequence[int], skip: int, temperature: float = 1.0) -> Floats:

@@ -262,6 +262,10 @@ class _Exporter:
         """Yield the weights, as train strategies do."""
         yield from self.weights.items()
 
+    def export_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield nothing: the model has no such buffers."""
+        return iter(())
+
 
 def has_digests(receipt: WeightReceipt, weights: Mapping[str, Tensor], what: str, like: str | None = None) -> None:
     """Fail unless the receipt has the digests of exactly these tensors, by the function of `like` (default: any)."""

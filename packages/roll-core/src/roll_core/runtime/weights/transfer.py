@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -79,8 +80,9 @@ class WeightSender:
         """
         if plan.transport.in_process:
             dtype = torch_dtype(_dtype(plan)) if _dtype(plan) else None  # `to` returns a tensor that has it unchanged
+            buffers = dict(self._buffers(plan))
             tensors = [
-                (name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+                (name, tensor.to(dtype) if dtype and tensor.is_floating_point() and name not in buffers else tensor)
                 for name, tensor in self._export(plan)
             ]
             if not self.sends(plan):
@@ -149,13 +151,17 @@ class WeightSender:
         if plan.weight_format != "dtype" and self.sends(plan):
             from roll_core.spec.fp8 import to_fp8
 
-            return to_fp8(exported, torch_dtype(plan.dtype) if plan.dtype else None, plan.weight_format)
-        return exported
+            exported = to_fp8(exported, torch_dtype(plan.dtype) if plan.dtype else None, plan.weight_format)
+        return chain(exported, self._buffers(plan))
+
+    def _buffers(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
+        return iter(()) if plan.self_test or plan.adapters else self._strategy.export_buffers()
 
     def _describe(self, plan: SyncPlan) -> Iterator[TensorEntry]:
+        buffers = dict(self._buffers(plan))
         for name, tensor in self._export(plan):
             entry = tensor_entry(name, tensor, MULTILINEAR if plan.device_digests else "")
-            if _dtype(plan) and tensor.is_floating_point():
+            if _dtype(plan) and tensor.is_floating_point() and name not in buffers:
                 entry = replace(entry, dtype=plan.dtype)
             yield entry
 

@@ -1,0 +1,363 @@
+"""Mixtures of experts: what is published is what vLLM computes with, and every fault shows in the proof."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from vllm_live import CACHE, start
+from vllm_mixtures import BF16, MODELS, PROMPT, InProcess, expected_logprobs, mixture
+
+from roll_core.errors import CorruptTensorError, MissingTensorError, ModelError
+from roll_core.runtime.weights.broadcaster import verify
+from roll_core.spec.model import LoraSpec
+from roll_modeling.engine_experts import ExpertLayout
+from roll_modeling.lora import add_adapters
+from roll_modeling.model import load_model
+from roll_testing.errors import raises_error
+from roll_testing.infer.holding import CLOSE, digests
+from roll_testing.infer.interrupting import until_interrupted
+from roll_testing.infer.live import request
+
+pytestmark = pytest.mark.engine("vllm")
+CLOSE_BF16 = 0.1
+"""vLLM and transformers round differently. Their routers may choose other experts, so only most tokens are close."""
+QUICK = ("mixtral", "deepseek_v3", "gpt_oss", "ernie4_5_moe")
+"""Architectures that every run of tests starts; beside `qwen3_moe` and `glm4_moe` below."""
+ALL = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_published_experts_are_read_back_and_computed_with(kind):
+    engine = InProcess(kind)
+    try:
+        for _ in range(2):
+            engine.move()
+            manifest, receipt = engine.publish()
+            assert dict(receipt.digests) == digests(manifest)
+            check_tokens(engine.trainer, *engine.generate(), kind in BF16)
+    finally:
+        engine.close()
+
+
+def check_tokens(trainer, tokens, logprobs, in_bf16=False):
+    """They are the trainer's greedy tokens with its logprobs."""
+    rows = expected_logprobs(trainer, tokens)
+    expected = rows[torch.arange(len(tokens)), torch.as_tensor(tokens)].numpy()
+    if in_bf16:
+        assert np.median(np.abs(logprobs - expected)) < CLOSE_BF16
+        return
+    np.testing.assert_allclose(logprobs, expected, atol=CLOSE)
+    np.testing.assert_allclose(expected, rows.max(dim=-1).values.numpy(), atol=CLOSE)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+LAYER = "model.layers.1.mlp"
+FUSED = f"{LAYER}.experts.gate_up_proj"
+BIAS = f"{LAYER}.gate.e_score_correction_bias"
+
+
+class TestFaults:
+    """A mixture with correction biases, a shared expert and a dense layer."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls):
+        engine = InProcess("glm4_moe")
+        yield engine
+        engine.close()
+
+    def test_without_a_fault_the_proof_holds(self, engine):
+        engine.move()
+        manifest, receipt = engine.publish()
+        verify(manifest, receipt)
+        assert {FUSED, BIAS, f"{LAYER}.shared_experts.up_proj.weight"} <= set(receipt.digests)
+        check_tokens(engine.trainer, *engine.generate())
+
+    @pytest.mark.parametrize(
+        ("fault", "name"),
+        [
+            (lambda parts: [each for each in parts if each[0] != 3], FUSED),
+            (lambda parts: [({2: 5, 5: 2}.get(each[0], each[0]), *each[1:]) for each in parts], FUSED),
+            (lambda parts: [(expert, None if part is None else 1 - part, each) for expert, part, each in parts], FUSED),
+            (lambda parts: [(*each[:2], flipped(each[2], each[0])) for each in parts], FUSED),
+        ],
+        ids=["an expert dropped", "two experts swapped", "gate and up swapped", "one bit flipped"],
+    )
+    def test_a_fault_while_loading_is_found(self, engine, monkeypatch, fault, name):
+        split = ExpertLayout.split
+        monkeypatch.setattr(ExpertLayout, "split", lambda *args: iter(fault(list(split(*args)))))
+        engine.move()
+        with raises_error(CorruptTensorError, name):
+            verify(*engine.publish())
+        monkeypatch.undo()
+        verify(*engine.publish())
+
+    def test_a_tensor_of_one_expert_alone_is_published_too(self, engine):
+        """As transformers' files and other trainers name them."""
+        engine.move()
+        tensors = [(name, each) for name, each in engine.trainer.named_parameters() if name != FUSED]
+        for expert, gate_up in enumerate(engine.trainer.get_parameter(FUSED)):
+            for part, half in zip(("gate", "up"), gate_up.chunk(2), strict=True):
+                tensors.append((f"{LAYER}.experts.{expert}.{part}_proj.weight", half))
+        biased = [*tensors, (BIAS, engine.trainer.get_buffer(BIAS))]
+        verify(*engine.publish(biased))
+        check_tokens(engine.trainer, *engine.generate())
+        with raises_error(MissingTensorError, "w13_weight"):
+            engine.publish([each for each in biased if not each[0].endswith("experts.6.up_proj.weight")])
+
+    def test_a_correction_bias_that_is_missing_is_found(self, engine):
+        engine.move()
+        with raises_error(MissingTensorError, BIAS):
+            engine.publish(list(engine.trainer.named_parameters()))
+        manifest, receipt = engine.publish()
+        verify(manifest, receipt)
+        with torch.no_grad():
+            engine.model.get_parameter(BIAS).zero_()
+        with raises_error(CorruptTensorError, BIAS):
+            verify(manifest, engine.receipt(manifest))
+
+    @pytest.mark.parametrize("matrix", ["w13_weight", "w2_weight"])
+    def test_every_element_of_the_packed_experts_counts(self, engine, matrix):
+        engine.move()
+        manifest, receipt = engine.publish()
+        verify(manifest, receipt)
+        packed = engine.model.get_parameter(f"{LAYER}.experts.routed_experts.{matrix}").detach()
+        sizes = {"w13_weight": 2 * 48 * 64, "w2_weight": 64 * 48}
+        expert = packed[4].view(-1)
+        places = expert.nonzero().flatten()
+        assert len(places) == sizes[matrix]  # others are padding
+        for place in places[:: len(places) // 7].tolist():
+            before = expert[place].clone()
+            expert[place] = torch.nextafter(before, before + 1)
+            with raises_error(CorruptTensorError, f"{LAYER}.experts."):
+                verify(manifest, engine.receipt(manifest))
+            expert[place] = before
+        verify(manifest, engine.receipt(manifest))
+
+    def test_vllm_still_leaves_experts_unpacked(self, engine, monkeypatch):
+        """When this fails, `workarounds.pack_experts_again` is no longer needed. The update or the receipt tells."""
+        monkeypatch.setattr("roll_infer_vllm.transfer.pack_experts_again", lambda model: None)
+        engine.move()
+        with pytest.raises(Exception, match=r"experts|size"):
+            verify(*engine.publish())
+
+
+def flipped(tensor, expert):
+    """The tensor with another lowest bit in one element, of one expert."""
+    changed = tensor.clone()
+    if expert == 7:
+        changed.view(torch.int32)[5, 9] ^= 1
+    return changed
+
+
+def test_vllm_still_leaves_attention_sinks_as_they_were(monkeypatch):
+    """When this fails, `workarounds.load_sinks` is no longer needed. The receipt tells, as it must."""
+    engine = InProcess("gpt_oss")
+
+    def load_as_vllm_does(at, sinks):
+        (name,) = (name for name in names if engine.model.get_submodule(name.removesuffix(".sinks")) is at.module)
+        engine.model.load_weights([(name, sinks)])
+
+    names = [name for name, _ in engine.model.named_parameters() if name.endswith(".sinks")]
+    monkeypatch.setattr("roll_infer_vllm.transfer.load_sinks", load_as_vllm_does)
+    try:
+        engine.move()
+        manifest, receipt = engine.publish()
+        wrong = [name for name, each in digests(manifest).items() if receipt.digests[name] != each]
+        assert wrong == [f"model.layers.{layer}.self_attn.sinks" for layer in range(2)]
+    finally:
+        engine.close()
+
+
+def test_vllm_still_routes_without_correction_biases_on_a_cpu():
+    """When this fails, `workarounds.route_with_correction_biases` is no longer needed."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    from roll_infer_vllm.workarounds import route_with_correction_biases
+
+    route_with_correction_biases()
+    router = SimpleNamespace(
+        use_grouped_topk=False,
+        scoring_func="softmax",
+        custom_routing_function=None,
+        top_k=1,
+        renormalize=True,
+        routed_scaling_factor=1.0,
+        e_score_correction_bias=torch.tensor([0.0, 0.0, 1.0]),
+    )
+    logits = torch.tensor([[0.5, 0.1, 0.2]])
+    _, mended = CPURouter._compute_routing(router, None, logits, None)
+    _, plain = CPURouter._compute_routing.__wrapped__(router, None, logits, None)
+    assert (mended.tolist(), plain.tolist()) == ([[2]], [[0]])
+
+
+# -- a whole engine ----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_of_experts_updates_in_flight_sleeps_and_takes_merged_adapters():
+    live = start(mixture("qwen3_moe"), CACHE)
+    try:
+        live.step()
+        verify(*live.publish())
+        output = until_interrupted(lambda: live.run(through_a_publish(live)), lambda each: len(set(each.versions)) < 2)
+        assert len(set(output.versions)) == 2
+        live.run(live.strategy.sleep())
+        live.run(live.strategy.wake())
+        live.step()
+        verify(*live.publish())
+        check_live(live)
+        merged = merged_adapters(live)
+        verify(*live.publish(list(merged.items())))
+        with torch.no_grad():
+            for name, each in merged.items():
+                live.model.get_parameter(name).copy_(each)
+        check_live(live)
+    finally:
+        live.close()
+
+
+async def through_a_publish(live):
+    asking = asyncio.create_task(live.strategy.generate(request("long", PROMPT, max_new_tokens=200)))
+    await asyncio.sleep(0.3)
+    await live.update()
+    return (await asking).outputs[0]
+
+
+def check_live(live):
+    output = live.generate(f"version {live.version}", PROMPT, temperature=0, max_new_tokens=12).outputs[0]
+    check_tokens(live.model, output.token_ids.tolist(), output.logprobs, live.spec.dtype == "bf16")
+
+
+def merged_adapters(live):
+    """The trainer's weights with adapters on its attention, merged as a train strategy does."""
+    spec = replace(live.spec, lora=LoraSpec(targets=("q_proj", "o_proj"), rank=4, alpha=8.0))
+    model = load_model(spec)
+    model.load_state_dict(live.model.state_dict(), strict=False)
+    adapters = add_adapters(model, spec)
+    with torch.no_grad():
+        for each in adapters.trained().values():
+            each.normal_()
+    return {name: each.clone() for name, each in adapters.merged()}
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_ranks_share_every_expert(kind):
+    live = start(mixture(kind), {**CACHE, "tensor_parallel_size": 2})
+    try:
+        for _ in range(2):
+            live.step()
+            verify(*live.publish())
+            check_live(live)
+    finally:
+        live.close()
+
+
+EXPERT_PARALLEL = {**CACHE, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+
+def test_expert_parallelism_is_refused_on_a_cpu():
+    with raises_error(ModelError, "actor_infer rank 0", "enable_expert_parallel"):
+        start(mixture("qwen3_moe"), EXPERT_PARALLEL)
+
+
+def test_vllm_still_ignores_the_expert_map_on_a_cpu():
+    """When this fails, `launch._check_expert_parallel` may be no longer needed."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    assert "expert_map" not in inspect.getsource(CPUUnquantizedExperts.apply).partition(") -> None:")[2]
+
+
+def second_rank(function):
+    """`function` of the second rank's worker."""
+
+    def run(worker):
+        if worker.rank == 1:
+            function(worker, worker.model_runner.get_model())
+
+    return run
+
+
+@second_rank
+def save_weights(worker, model):
+    worker.saved = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+@second_rank
+def restore_weights(worker, model):
+    for name, each in model.named_parameters():
+        each.data.copy_(worker.saved[name])
+
+
+@second_rank
+def change_element(worker, model):
+    weight = model.get_parameter("model.layers.1.mlp.experts.routed_experts.w2_weight")[2].view(-1)
+    place = weight.nonzero()[11]
+    weight[place] = torch.nextafter(weight[place], weight[place] + 1)
+
+
+@second_rank
+def shift_map(worker, model):
+    for each in model.modules():
+        if hasattr(each, "_expert_map"):
+            each._expert_map.copy_(each._expert_map.roll(1))
+
+
+@second_rank
+def shift_map_back(worker, model):
+    for each in model.modules():
+        if hasattr(each, "_expert_map"):
+            each._expert_map.copy_(each._expert_map.roll(-1))
+
+
+FAULTS = {
+    "a rank that stays stale": (save_weights, restore_weights),
+    "a changed element": (None, change_element),
+    "a shifted expert map": (None, shift_map),
+}
+"""Functions that each rank runs before and after an update; they do something on the second."""
+
+
+def test_faults_of_one_of_two_ranks_are_found(monkeypatch):
+    """With expert parallelism, which vLLM can load and read on a CPU, but not compute with."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setattr("roll_infer_vllm.launch._check_expert_parallel", lambda *args: None)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    live = start(mixture("qwen3_moe"), EXPERT_PARALLEL)
+
+    def on_ranks(function):
+        live.run(live.strategy._engine.collective_rpc(function))
+
+    try:
+        live.step()
+        verify(*live.publish())
+        for name, (before, after) in FAULTS.items():
+            live.step()
+            if before is not None:
+                on_ranks(before)
+            manifest, receipt = live.publish()
+            verify(manifest, receipt)
+            on_ranks(after)
+            found = live.run(live.strategy._weights.digests(manifest))
+            with pytest.raises(CorruptTensorError):
+                verify(manifest, replace(receipt, digests=found))
+            assert "model.layers.1.mlp.experts.down_proj" in {
+                key for key, each in digests(manifest).items() if found[key] != each
+            }
+            if name == "a shifted expert map":
+                on_ranks(shift_map_back)
+            verify(*live.publish())
+    finally:
+        live.close()
