@@ -10,11 +10,11 @@ import numpy as np
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.output import SglangOutput
 from roll_infer_sglang.sampling import routed_experts
-from roll_modeling.routing import ExpertLayout
+from roll_modeling.routing import RoutingLayout
 
 
 def test_rows_of_layers_with_experts_are_read_from_a_response():
-    layout = ExpertLayout(num_layers=3, layers=(1, 2), top_k=2, num_experts=300)
+    layout = RoutingLayout(num_layers=3, layers=(1, 2), top_k=2, num_experts=300)
     every = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
     found = routed_experts({"routed_experts": base64.b64encode(every.tobytes()).decode()}, layout)
     assert np.array_equal(found, every[:, 1:])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import UnsupportedError
-from roll_modeling.routing import ExpertLayout
+from roll_modeling.routing import RoutingLayout
 from roll_testing.errors import raises_error
 
 
@@ -26,11 +26,11 @@ def config(**keys):
 )
 def test_layers_without_experts_are_left_out(keys, layers, dtype):
     every = np.arange(3 * 4 * 2, dtype=np.int32).reshape(3, 4, 2)
-    found = ExpertLayout.of(config(**keys)).routed_experts(every)
+    found = RoutingLayout.of(config(**keys)).routed_experts(every)
     assert np.array_equal(found, every[:, list(layers)])
     assert found.dtype == dtype
 
 
 def test_a_model_without_experts_has_no_layout():
     with raises_error(UnsupportedError, "dense"):
-        ExpertLayout.of(config(model_type="dense"))
+        RoutingLayout.of(config(model_type="dense"))

@@ -20,7 +20,7 @@ from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.architectures import has_experts
 from roll_modeling.engine_config import ONE_SLOT
 from roll_modeling.engine_files import EngineFiles, engine_files
-from roll_modeling.routing import ExpertLayout
+from roll_modeling.routing import RoutingLayout
 
 if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo, ModelSpec
@@ -46,7 +46,7 @@ class LaunchedSglang:
     files: EngineFiles
     limit: int
     """Maximum sequence length, in tokens."""
-    layout: ExpertLayout | None
+    layout: RoutingLayout | None
     """Expert layout of the model, if the server returns routed experts."""
 
 
@@ -73,7 +73,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
             except ValueError as error:
                 raise ModelError(f"{who}: {error}") from error
         arguments = server_arguments(settings, model, mesh, files, num_slots)
-        layout = ExpertLayout.of(files.text_config) if model.router_replay else None
+        layout = RoutingLayout.of(files.text_config) if model.router_replay else None
         try:
             await server.start(arguments, variables)
             found = await server.request("/server_info")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from roll_infer_sglang.engine_metrics import SglangMetrics
     from roll_infer_sglang.output import End
     from roll_modeling.engine_files import EngineFiles
-    from roll_modeling.routing import ExpertLayout
+    from roll_modeling.routing import RoutingLayout
 
 ABORT_INTERVAL_S = 0.05
 """Seconds between repeated aborts: SGLang ignores the abort of a request that it has not received yet."""
@@ -55,7 +55,7 @@ class Requests:
         metrics: SglangMetrics,
         *,
         priorities: bool,
-        layout: ExpertLayout | None = None,
+        layout: RoutingLayout | None = None,
     ) -> None:
         """`priorities`: True if the engine schedules by request priority.
 

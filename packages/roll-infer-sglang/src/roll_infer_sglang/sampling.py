@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.types import Floats, GenerateRequest, RoutedExperts
-    from roll_modeling.routing import ExpertLayout
+    from roll_modeling.routing import RoutingLayout
 
 MIN_TEMPERATURE = 1e-6
 """Lowest temperature above 0. For a lower one SGLang decodes greedily, with logprobs at temperature 1."""
@@ -96,7 +96,7 @@ def logprobs_of(entries: Sequence[Sequence[Any]] | None) -> Floats:
     return np.asarray([each[0] or 0.0 for each in entries or ()], np.float32)
 
 
-def routed_experts(meta: Mapping[str, Any], layout: ExpertLayout) -> RoutedExperts | None:
+def routed_experts(meta: Mapping[str, Any], layout: RoutingLayout) -> RoutedExperts | None:
     """Routed experts `[tokens, M, K]` from a response's `meta_info`, M layers with experts; None if missing.
 
     SGLang returns rows for all layers. They cover all tokens of a sequence but the last, including tokens that were in

@@ -18,7 +18,7 @@ from roll_infer_vllm.registration import TRANSFER
 from roll_infer_vllm.watchdog import PARENT
 from roll_modeling.engine_config import check_arguments
 from roll_modeling.engine_files import engine_files
-from roll_modeling.routing import ExpertLayout
+from roll_modeling.routing import RoutingLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class LaunchedVllm:
     engine: AsyncLLM
     arguments: AsyncEngineArgs
     files: EngineFiles
-    layout: ExpertLayout | None
+    layout: RoutingLayout | None
     """Expert layout of the model, if the engine returns routed experts."""
     release_files: Callable[[], None]
     """Removes the temporary folder of `files`. Call it only after the engine has answered a call, and its server has
@@ -88,7 +88,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
             _check_fp8(settings, files, model, device, who)
         layout = None
         if model.router_replay:
-            layout = ExpertLayout.of(files.text_config)
+            layout = RoutingLayout.of(files.text_config)
             _check_second_runner(who)
         arguments = _arguments(model, files, given, slots, mesh)
         try:

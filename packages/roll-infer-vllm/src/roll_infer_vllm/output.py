@@ -12,13 +12,13 @@ from roll_infer_vllm.versions import weight_spans
 
 if TYPE_CHECKING:
     from roll_core.types import FinishReason, Floats, GenerateRequest, RoutedExperts, TopTokens
-    from roll_modeling.routing import ExpertLayout
+    from roll_modeling.routing import RoutingLayout
 
 
 class VllmOutput:
     """One output of a running request; exists during the call of `generate`."""
 
-    def __init__(self, request: GenerateRequest, index: int, version: int, layout: ExpertLayout | None = None) -> None:
+    def __init__(self, request: GenerateRequest, index: int, version: int, layout: RoutingLayout | None = None) -> None:
         """Output `index` of the request, submitted with weights of `version`.
 
         `layout`: expert layout of the model, if the engine returns routed experts.

@@ -70,7 +70,7 @@ def _compact(indices: np.ndarray[Any, Any], experts: int) -> RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayout:
+class RoutingLayout:
     """Layers and experts of one mixture-of-experts model, for engines that return rows for all of its layers."""
 
     num_layers: int
@@ -80,7 +80,7 @@ class ExpertLayout:
     num_experts: int
 
     @classmethod
-    def of(cls, config: Any) -> ExpertLayout:
+    def of(cls, config: Any) -> RoutingLayout:
         """Expert layout from a transformers config. Raises `UnsupportedError` if the model has no experts."""
         experts = next((found for name in NUMBER_OF_EXPERTS if (found := getattr(config, name, None))), 0)
         dense, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", None) or 1
