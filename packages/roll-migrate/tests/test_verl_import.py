@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from roll_core.api.files import FileCheck
 from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.errors import ConfigError, UnsupportedError
@@ -788,6 +789,23 @@ def test_rows_of_verl_pass_check_as_they_are(registry, tmp_path, monkeypatch):
     assert main(check) == 0
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": chat, "reward_model": {"style": "rule"}}))
     assert main(check) == 2
+
+
+def test_a_mixture_passes_check_with_its_model(registry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**keys, **sizes}))
+    row = {"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert import_config("verl", FILES / "moe.sh", tmp_path / "ours.yaml", registry, as_json=False, verbose=False) == 0
+    config = load(tmp_path / "ours.yaml", ["pretrain=model"], registry, FileCheck()).config
+    assert config.actor_infer.strategy_args.strategy_config["enable_expert_parallel"] is True
+    # 6 experts cannot be distributed over 4 ranks of the trainer
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**keys, **sizes, "num_experts": 6}))
+    with raises_error("ROLL-C018", "actor_train.strategy_args.strategy_config"):
+        load(tmp_path / "ours.yaml", ["pretrain=model"], registry, FileCheck())
 
 
 def test_variables_are_given_on_the_command_line(tmp_path, monkeypatch, capsys):
