@@ -1,4 +1,4 @@
-"""Architectures that the installed packages do not support are mistakes of `check`, which imports none of them."""
+"""Architectures that did not work with the installed versions are mistakes of `check`, which loads no model."""
 
 import dataclasses
 import json
@@ -17,14 +17,18 @@ from roll_modeling import architectures
 from roll_modeling.architectures import (
     CAUSAL_LM,
     CLASSIFIER,
+    ON_A_CPU,
     check_buildable,
-    check_cached,
+    check_flat,
+    check_tried,
     has_experts,
     key_problems,
     position_table,
+    untrained,
 )
 from roll_strategy_megatron.config import MegatronConfig
 from roll_testing.errors import mentions
+from roll_testing.errors import raises_error as raises_error_with
 
 RANDOM = """\
 pipeline: rlvr
@@ -103,8 +107,8 @@ def test_a_role_with_an_environment_of_its_own_is_not_judged_by_the_packages_of_
 def test_the_lists_are_those_by_which_the_auto_classes_of_transformers_choose():
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    for name in (CAUSAL_LM, CLASSIFIER):
-        mapping = getattr(modeling_auto, name.removesuffix("_NAMES"))
+    for name, auto in ((CAUSAL_LM, "CAUSAL_LM"), (CLASSIFIER, "SEQUENCE_CLASSIFICATION")):
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{auto}_MAPPING")
         types = configuration_auto.CONFIG_MAPPING_NAMES
         builds = {each for each, config in types.items() if type(config, (), {}) in mapping}
         assert len(builds) > 100
@@ -120,15 +124,80 @@ def raises_error(check, *arguments):
     return False
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gpt_oss", "bart", "mamba", "openai-gpt", "rwkv"])
-def test_models_that_take_a_cache_are_those_whose_forward_has_a_parameter_for_it(model_type):
-    import inspect
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """`table(row, **versions)` installs a package `acme_tried` whose table has the row of `llama`."""
 
-    from transformers import AutoConfig, AutoModelForCausalLM
+    def write(row, **versions):
+        architectures.model_table.cache_clear()
+        folder = tmp_path / "acme_tried"
+        folder.mkdir(exist_ok=True)
+        folder.joinpath("__init__.py").write_text("raise ImportError")
+        text = json.dumps({"made_with": versions or {"transformers": "999"}, "models": {"llama": row}})
+        folder.joinpath("models.json").write_text(text)
 
-    model = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(model_type))]
-    takes = bool({"cache", "past_key_values"} & set(inspect.signature(model.forward).parameters))
-    assert raises_error(check_cached, {"model_type": model_type}) == (not takes)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    architectures.model_table.cache_clear()
+
+
+def tried(*columns, **keys):
+    return check_tried({"model_type": "llama", **keys}, "acme_tried", *columns)
+
+
+def test_what_did_not_work_is_an_error_of_its_column(table):
+    table({"forward": 2e-6, "lora": "no_adapters"})
+    assert tried("forward") is None
+    with raises_error_with(ValueError, "llama", "lora", "no_adapters"):
+        tried("forward", "lora")
+    assert tried("lora", auto_map={}) is None
+    table({"start": "no_layers"})
+    with raises_error_with(ValueError, "start", "no_layers"):
+        tried("start", "forward")
+
+
+def test_what_other_versions_or_devices_may_do_is_a_warning(table):
+    for versions in ({"transformers": "4.0"}, {"no-such-engine": "1.0"}):
+        table({"decode": "no_cache"}, **versions)
+        assert mentions(tried("decode"), "no_cache", *versions)
+    table({"start": f"{ON_A_CPU}no_kernel"})
+    assert mentions(tried("start"), "no_kernel")
+    table({"decode": 2e-3, "transformers": 3e-3})
+    assert mentions(tried("decode"), "0.002", "0.003")
+
+
+def test_a_type_without_a_row_was_never_tried(table):
+    table({})
+    assert mentions(tried(model_type="qwen9"), "qwen9")
+    assert check_tried({"model_type": "qwen9"}, "no_such_package") is None
+
+
+def test_warnings_about_models_are_at_the_key_that_names_them(here):
+    """The indexer of DeepSeek V3.2 gets no gradient."""
+    Path("run.yaml").write_text(RANDOM.replace("TYPE", "deepseek_v32").replace("STRATEGY", "hf_train"))
+    (warning,) = (
+        each for each in load("run.yaml", (), load_registry(), needs=True).warnings if "indexer" in each.message
+    )
+    assert warning.key == "actor_train.model_args.random_init.model_type"
+    assert mentions(warning.message, "actor_train")
+    assert untrained({"model_type": "llama"}) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "flat"),
+    [
+        ({"model_type": "llama"}, True),
+        ({"model_type": "mamba2"}, False),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, False),
+        ({"model_type": "lfm2", "layer_types": ["full_attention", "full_attention"]}, True),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8}, False),
+        ({"model_type": "llama4_text", "attention_chunk_size": None}, True),
+        ({"model_type": "mamba2", "auto_map": {}}, True),
+    ],
+    ids=str,
+)
+def test_models_that_need_padding_are_known(keys, flat):
+    assert raises_error(check_flat, keys) is not flat
 
 
 @pytest.mark.parametrize(
@@ -152,7 +221,7 @@ def test_nothing_is_refused_if_transformers_is_not_installed(tmp_path):
     """As in an environment with roll-core's light dependencies alone."""
     folder = Path(architectures.__file__).parents[1]
     ask = "from roll_modeling.architectures import *; check_buildable({'model_type': 'qwen33'}, CAUSAL_LM)\n"
-    ask += "check_cached({'model_type': 'mamba'}); print(has_experts({'model_type': 'mixtral'}))"
+    ask += "print(has_experts({'model_type': 'mixtral'}))"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(folder)!r})\n{ask}"],
         capture_output=True,
@@ -160,7 +229,7 @@ def test_nothing_is_refused_if_transformers_is_not_installed(tmp_path):
         check=True,
         env={**os.environ},
     )
-    assert done.stdout.split() == ["False"]
+    assert done.stdout.split() == ["True"]
 
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,6 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling import attention
-from roll_modeling.architectures import check_flat
-from roll_modeling.backbone import Backbone
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
 from roll_testing.models import LONGROPE
@@ -157,61 +153,6 @@ def test_architectures_that_cannot_be_flat_are_padded_inside_and_give_the_same(b
     outputs = strategy.forward(pack(rows)[0], WantedOutputs(logprobs=True))
     logprobs, _ = one_by_one(load_model(ModelSpec(random_init=keys, seed=3)), rows, 1.0)
     torch.testing.assert_close(outputs.logprobs_T, logprobs, rtol=0, atol=1e-5)
-
-
-LINEAR = {
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-SHARED_MOE = MOE | {"shared_expert_intermediate_size": 16}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-ATTENTION, STATES = ["full_attention", "full_attention"], ["linear_attention", "full_attention"]
-LIGHTNING = {"block_size": 8, "num_local_experts": 4, "head_dim": 8}
-SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
-LAYOUTS = [
-    *({"model_type": name, **keys} for name, keys in (FLAT | PADDED).items()),
-    SIZES | {"model_type": "arcee"},
-    SIZES | {"model_type": "exaone4"},
-    {"model_type": "falcon", **SMALL, "num_attention_heads": 4},
-    SIZES | {"model_type": "nemotron"},
-    SIZES | {"model_type": "stablelm"},
-    SIZES | {"model_type": "diffllama"},
-    {
-        "model_type": "bart",
-        "vocab_size": 61,
-        "d_model": 32,
-        "decoder_layers": 2,
-        "decoder_attention_heads": 4,
-        "decoder_ffn_dim": 48,
-    },
-    {"model_type": "llama4_text", **PADDED["llama4_text"], "attention_chunk_size": None},
-    SIZES
-    | {"model_type": "glm_moe_dsa", **LATENT, "first_k_dense_replace": 1, "index_n_heads": 4, "index_head_dim": 16},
-    SIZES | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
-    SIZES | {"model_type": "lfm2", "layer_types": ATTENTION},
-    SIZES | {"model_type": "qwen3_next", **LINEAR, **SHARED_MOE, "layer_types": STATES},
-    SIZES | {"model_type": "qwen3_next", **LINEAR, **SHARED_MOE, "layer_types": ATTENTION},
-    SIZES | {"model_type": "qwen3_5_text", **LINEAR, "layer_types": STATES},
-    SIZES | {"model_type": "granitemoehybrid", **MAMBA, "layer_types": ["mamba", "attention"]},
-    SIZES | {"model_type": "granitemoehybrid", **MAMBA, "layer_types": ["attention", "attention"]},
-    SIZES | {"model_type": "minimax", **LIGHTNING, "layer_types": STATES},
-    SIZES | {"model_type": "minimax", **LIGHTNING, "layer_types": ATTENTION},
-    SIZES | {"model_type": "bamba", **MAMBA, "attn_layer_indices": [1]},
-    SIZES | {"model_type": "falcon_h1", **MAMBA, "mamba_d_ssm": 64},
-    {"model_type": "mamba", **SMALL, "state_size": 8},
-    {"model_type": "mamba2", **SMALL, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
-]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("keys", LAYOUTS, ids=lambda keys: keys["model_type"])
-def test_code_of_a_model_shows_the_layout_that_a_pass_chooses(keys):
-    flat = Backbone(load_model(ModelSpec(random_init=keys, seed=3))).flat
-    with nullcontext() if flat else pytest.raises(ValueError, match="padding"):
-        check_flat(keys)
 
 
 @pytest.mark.filterwarnings("ignore")

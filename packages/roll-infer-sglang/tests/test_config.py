@@ -9,7 +9,7 @@ from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
-from roll_infer_sglang.config import SglangConfig, _architectures
+from roll_infer_sglang.config import SglangConfig
 from roll_testing.errors import mentions, raises_error
 
 
@@ -159,40 +159,3 @@ def test_lengths_experts_and_nodes_are_mistakes_where_they_are_written(tmp_path)
     assert [key for *_, key in problems(tmp_path, "{enable_eplb: true}", experts)] == [at]
     spread = ("num_gpus_per_node=4", "actor_infer.device_mapping=[3,4]")
     assert [key for *_, key in problems(tmp_path, "{tp_size: 2}", *spread)] == ["actor_infer.device_mapping"]
-
-
-@pytest.fixture
-def models(tmp_path, monkeypatch):
-    """SGLang is installed, with two architectures."""
-    folder = tmp_path / "sglang" / "srt" / "models"
-    folder.mkdir(parents=True)
-    (folder / "one.py").write_text("class Qwen3ForCausalLM: ...\n\nEntryClass = Qwen3ForCausalLM\n", encoding="utf-8")
-    (folder / "two.py").write_text("\nEntryClass = [\n    XllmForCausalLM,\n]\n", encoding="utf-8")
-    (folder / "parts.py").write_text("class NoSuchForCausalLM: ...\n", encoding="utf-8")
-    monkeypatch.setattr("roll_infer_sglang.config.package_folder", lambda name: tmp_path / name)
-    _architectures.cache_clear()
-    yield
-    _architectures.cache_clear()
-
-
-def test_architectures_that_sglang_does_not_have_are_refused(models, tmp_path, monkeypatch):
-    for name in ("Qwen3ForCausalLM", "XllmForCausalLM", "LlamaForCausalLM"):  # the last by the module of transformers
-        SglangConfig().check_architecture({"architectures": [name]})
-    with pytest.raises(ValueError, match="NoSuchForCausalLM"):
-        SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})
-    monkeypatch.setattr("roll_core.config.parts.check_requirements", lambda record, owner: None)
-    random = "actor_train.model_args.random_init={model_type: xlnet}"
-    keys = [key for *_, key in problems(tmp_path, "{}", random, needs=True)]
-    assert keys == ["actor_train.model_args.random_init.model_type"]
-    _architectures.cache_clear()
-    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine.models")
-    SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})
-
-
-@pytest.mark.engine("sglang")
-def test_the_installed_sglang_has_its_own_list():
-    _architectures.cache_clear()
-    assert len(_architectures()) > 200
-    SglangConfig().check_architecture({"model_type": "qwen3"})
-    with raises_error(ValueError, "SGLang"):
-        SglangConfig().check_architecture({"architectures": ["NoSuchForCausalLM"]})

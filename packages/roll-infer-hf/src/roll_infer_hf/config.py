@@ -11,8 +11,8 @@ from roll_modeling.architectures import (
     CAUSAL_LM,
     IMAGE_TEXT,
     check_buildable,
-    check_cached,
     check_positions,
+    check_tried,
     key_problems,
 )
 
@@ -54,9 +54,14 @@ class HFInferConfig(StrategyConfig):
         return self.enable_lora
 
     @override
-    def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        check_buildable(keys, CAUSAL_LM, IMAGE_TEXT)
-        check_cached(keys)
+    def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
+        return check_buildable(keys, CAUSAL_LM, IMAGE_TEXT) or check_tried(
+            keys, __name__.partition(".")[0], "start", "decode"
+        )
+
+    @override
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        check_tried(keys, __name__.partition(".")[0], "publish")
 
     @override
     def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:

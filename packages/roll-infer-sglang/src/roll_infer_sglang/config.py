@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
-from functools import lru_cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model
 
 from roll_core.spec.config import PositiveInt  # noqa: TC001 - pydantic reads the annotations
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
-from roll_modeling.architectures import NUMBER_OF_EXPERTS, check_engine, has_experts, package_folder
+from roll_modeling.architectures import NUMBER_OF_EXPERTS, has_experts
 from roll_modeling.engine_config import EngineConfig
 
-OUR_PLUGIN = "roll_infer_sglang."
-"""Module prefix of our entry point among SGLang's plugins."""
 PLAIN_BACKEND = "triton"
 """Value of `moe_runner_backend` for which SGLang does not convert experts after loading them."""
 MIXTURES = frozenset({"ernie4_5_moe", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
@@ -79,6 +73,7 @@ class SglangConfig(_EngineKeys):
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Raise `ValueError` if the experts of this model cannot be distributed over the ranks, or be read back."""
+        super().check_model(keys)
         if has_experts(keys):
             self.check_experts(keys, self.tp_size)
         elif self.ep_size != 1:
@@ -98,8 +93,8 @@ class SglangConfig(_EngineKeys):
             raise ValueError(f"ep_size {self.ep_size} does not divide the model's {num_experts} experts")
 
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
-        """Raise `ValueError` unless SGLang implements the architecture or can run its transformers module."""
-        reason = check_engine(keys, _architectures(), self.engine)
+        """Same as the base class; also warn about mixtures of experts that no test has published."""
+        reason = super().check_architecture(keys)
         if reason is None and has_experts(keys) and keys.get("model_type") not in MIXTURES:
             return "no test has published experts of this model_type to SGLang; the first publish compares its tensors"
         return reason
@@ -107,17 +102,3 @@ class SglangConfig(_EngineKeys):
     def slots_per_worker(self) -> int | None:
         """Number of slots per worker: `tp_size`; None if it is not set and the role decides."""
         return self.tp_size
-
-
-@lru_cache
-def _architectures() -> frozenset[str]:
-    """Architectures of SGLang, read from `EntryClass` at the end of each model file.
-
-    Empty if SGLang is not installed or if another package may add architectures.
-    """
-    folder = package_folder("sglang")
-    others = [each for each in entry_points(group="sglang.srt.plugins") if not each.module.startswith(OUR_PLUGIN)]
-    if folder is None or others or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
-        return frozenset()
-    ends = (file.read_text(encoding="utf-8").partition("\nEntryClass")[2] for file in folder.glob("srt/models/*.py"))
-    return frozenset(name for end in ends for name in re.findall(r"\w+", end))

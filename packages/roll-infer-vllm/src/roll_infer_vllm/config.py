@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
@@ -12,13 +9,8 @@ from pydantic import Field, create_model, model_validator
 from roll_core.spec.config import PositiveInt, WeightFormat  # noqa: TC001 - pydantic reads the annotations
 from roll_core.spec.fp8 import BLOCK
 from roll_infer_vllm.arguments import PASSED_ON, QUANTIZATION, REJECTED
-from roll_modeling.architectures import assigned, check_engine, has_experts, num_experts, package_folder
+from roll_modeling.architectures import has_experts, num_experts
 from roll_modeling.engine_config import EngineConfig
-
-KNOWN_PLUGINS = ("vllm.", "roll_infer_vllm.")
-"""Module prefixes of vLLM plugins that register no architecture."""
-LISTS = r"_(TEXT_GENERATION|MULTIMODAL|TRANSFORMERS_SUPPORTED|TRANSFORMERS_BACKEND)_MODELS"
-"""Names of the lists in vLLM's registry with generative architectures."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,6 +102,7 @@ class VllmConfig(_EngineKeys):
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Raise `ValueError` for experts in fp8 or that ranks cannot divide, and for sides that no fp8 block fits."""
+        super().check_model(keys)
         if self.quantization and has_experts(keys):
             raise ValueError(f"quantization: {self.quantization} does not support mixtures of experts")
         if self.enable_expert_parallel and "model_type" in keys and "auto_map" not in keys:
@@ -126,10 +119,6 @@ class VllmConfig(_EngineKeys):
                 f"enable_expert_parallel: {experts} experts cannot be divided by tensor_parallel_size"
                 f" {self.tensor_parallel_size}, the number of ranks that share them"
             )
-
-    def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
-        """Raise `ValueError` unless vLLM implements the architecture or can run its transformers module."""
-        return check_engine(keys, _architectures(), self.engine)
 
     def slots_per_worker(self) -> int:
         """Number of slots per worker: tensor × pipeline parallel size."""
@@ -166,14 +155,3 @@ def _check_blocks(keys: Mapping[str, Any], num_ranks: int) -> None:
                 f"{name} {size}{split} is not a multiple of {BLOCK}, the side of the blocks of fp8_per_block: use"
                 " quantization: fp8, which has scales per row, or fewer ranks"
             )
-
-
-def _architectures() -> frozenset[str]:
-    """Architectures in vLLM's registry; empty if vLLM is not installed or if other vLLM plugins may register more."""
-    folder = package_folder("vllm")
-    others = [each for each in entry_points(group="vllm.general_plugins") if not each.module.startswith(KNOWN_PLUGINS)]
-    if folder is None or others:
-        return frozenset()
-    values = assigned(folder / "model_executor" / "models" / "registry.py")
-    lists = [value for name, value in values if re.fullmatch(LISTS, name) and isinstance(value, ast.Dict)]
-    return frozenset(str(key.value) for each in lists for key in each.keys if isinstance(key, ast.Constant))

@@ -1,27 +1,29 @@
-"""Architectures supported by the installed packages, read from their source files.
+"""What is known about model types before anything is loaded: facts of transformers, and what was tried with a strategy.
 
-`roll-core check` uses this module, so neither transformers nor an engine is imported. Checks pass if a package is not
-installed, or if its list of architectures is not in the expected place.
+Both are in the files `models.json` of the installed packages, which `tests/models` writes from what ran. `roll-core
+check` reads them and imports neither transformers nor an engine. A file has the versions with which it was made: with
+newer ones, what did not work is a warning.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib.util
-import re
-from functools import lru_cache
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-CAUSAL_LM = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-IMAGE_TEXT = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
-"""Mapping of models that also take images. They are trained on text."""
-CLASSIFIER = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
-"""Mapping used for critics and reward models."""
+CAUSAL_LM = "text"
+IMAGE_TEXT = "image"
+"""Models that also take images. They are trained on text."""
+CLASSIFIER = "classifier"
+"""Models with a classifier, for critics and reward models."""
 NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Config keys of transformers that give the number of experts."""
 LEGACY_KEYS = frozenset(
@@ -32,123 +34,178 @@ SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"
 """Config keys whose values are at least 1."""
 POSITIONS = ("max_position_embeddings", "n_positions")
 """Config keys of transformers that give the number of positions."""
-TABLE = re.compile(
-    r"nn\.Embedding\(\s*(self\.)?config\.(max_position_embeddings|n_positions)|LearnedPositionalEmbedding\("
-    r"|create_sinusoidal_positions\(self\.max_pos|positional_encoding\((self\.)?config\.n_positions"
-    r"|nn\.Embedding\((self\.)?max_position_embeddings|nn\.Embedding\((self\.)?max_positions"
-)
-"""Code of transformers that makes a table of positions."""
 FLAT_ATTENTION = "roll_flat"
 """Name in transformers of the attention over tokens without padding, see `attention.flat_attention`."""
 ATTENTION_LAYERS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Values of `layer_types` of layers that mix tokens by attention alone."""
-MIXES_OTHERWISE = {
-    r"\bposition_bias=": "a bias on attention by position",
-    r"\bcreate_chunked_causal_mask\b": "attention in chunks",
-}
-"""Code of transformers for attention that `attention.flat_attention` does not compute."""
-OTHER_LAYERS = re.compile(r"conv_state|recurrent_state|LightningAttention|RecurrentBlock|Indexer\(")
-"""Code of transformers for layers that mix tokens by states, convolutions or selected keys."""
-NEVER_FLAT = frozenset(
-    {
-        "bart",
-        "bigbird_pegasus",
-        "blenderbot",
-        "blenderbot-small",
-        "diffllama",
-        "doge",
-        "dory",
-        "jetmoe",
-        "marian",
-        "mbart",
-        "nemotron",
-        "pegasus",
-        "plbart",
-        "stablelm",
-        "whisper",
-    }
-)
-"""Types that cannot be computed flat for reasons that no pattern in their code shows."""
 CACHE_PARAMETERS = ("cache", "past_key_values")
 """Names of the parameter that takes a key-value cache: since transformers 5.24, and before."""
+ROUNDING = 1e-4
+"""Largest difference of fp32 logprobs, in nats, that rounding explains."""
+ON_A_CPU = "on a CPU: "
+"""Beginning of the reason why an engine could not run here, which says nothing about accelerators."""
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "str": (str,),
+    "dict": (dict,),
+    "list": (list, tuple),
+    "tuple": (list, tuple),
+    "None": (type(None),),
+}
+"""Types of the values that a config file can have for a name in an annotation."""
 
 
-def check_buildable(keys: Mapping[str, Any], *mappings: str) -> None:
-    """Raise `ValueError` if none of `mappings` of the installed transformers can build the `model_type`.
+@dataclass(frozen=True, kw_only=True)
+class ModelTable:
+    """The `models.json` of a package."""
 
-    `keys`: see `StrategyConfig.check_model`. Models with their own code (`auto_map`) pass.
-    """
-    model_type = keys.get("model_type")
-    if not isinstance(model_type, str) or "auto_map" in keys:
-        return
-    known = {each for mapping in mappings for each in _classes(mapping)}
-    if known and model_type not in known:
-        close = difflib.get_close_matches(model_type, known, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"the installed transformers has no language model of model_type {model_type}{hint}")
+    made_with: Mapping[str, str]
+    """Versions of distributions."""
+    models: Mapping[str, Mapping[str, Any]]
+    """Row of each model type. A number is the largest error of what worked, a text the reason why it did not."""
+    types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Only of `roll_modeling`: what transformers' classes say about each model type."""
+    every: str = ""
+    """Only of `roll_modeling`: config keys of every model type."""
+
+    def doubt(self) -> str:
+        """Why another result is possible here: a distribution is not installed, or is newer. Empty if there is none."""
+        for name, then in self.made_with.items():
+            now = _installed(name) or _installed(f"{name}-cpu")
+            if not now:
+                return f"{name} is not installed here"
+            from packaging.version import Version
+
+            if Version(Version(now).public) > Version(then):
+                return f"{name} {now} is installed"
+        return ""
+
+    def versions(self) -> str:
+        """The versions with which the file was made."""
+        return ", ".join(f"{name} {each}" for name, each in self.made_with.items())
 
 
-def check_engine(keys: Mapping[str, Any], known: frozenset[str], engine: str) -> str | None:
-    """Raise `ValueError` if an engine supports the architecture neither itself nor through transformers' module.
-
-    `known` are the class names that the engine implements; empty if unknown. Returns why nothing was compared if they
-    are unknown, else None.
-    """
-    given = keys.get("architectures") or _classes(CAUSAL_LM).get(str(keys.get("model_type")))
-    names = [given] if isinstance(given, str) else given
-    if not known:
-        return f"{engine} is not installed here, or another package may add architectures to it"
-    if not names or "auto_map" in keys:
-        return None
-    if not any(each in known or _takes_other_attention(each) for each in names):
-        raise ValueError(f"the installed {engine} has no architecture {', '.join(map(str, names))}")
+@cache
+def model_table(package: str) -> ModelTable | None:
+    """The table that a top-level package brings; None if it has none. Does not import the package."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        file = Path(folder, "models.json")
+        if file.is_file():
+            return ModelTable(**json.loads(file.read_text(encoding="utf-8")))
     return None
 
 
-def check_cached(keys: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a causal language model of transformers without a key-value cache."""
-    model_type = keys.get("model_type")
-    name, folder = _classes(CAUSAL_LM).get(str(model_type)), _folder(model_type)
-    for file in folder.glob("modeling_*.py") if folder and "auto_map" not in keys else ():
-        body = file.read_text(encoding="utf-8").partition(f"\nclass {name}(")[2].partition("\nclass ")[0]
-        signature = re.search(r"\n    def forward\((.*?)\n    \)", body, flags=re.DOTALL)
-        if signature and not re.search(rf"\b({'|'.join(CACHE_PARAMETERS)})\b", signature[1]):
-            raise ValueError(f"transformers' {name} does not support a key-value cache")
+def _installed(distribution: str) -> str:
+    """The installed version; empty if there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _facts() -> ModelTable:
+    return model_table(__name__.partition(".")[0]) or ModelTable(made_with={}, models={})
+
+
+def check_buildable(keys: Mapping[str, Any], *kinds: str) -> str | None:
+    """Raise `ValueError` if transformers cannot build the `model_type` as one of `kinds`.
+
+    `keys`: see `StrategyConfig.check_model`. Models with their own code (`auto_map`) pass. Unless the
+    installed transformers is known to be at most as new as the table, return a warning instead.
+    """
+    model_type, facts = _known_type(keys), _facts()
+    if not model_type or not facts.types:
+        return None
+    known = [name for name, each in facts.types.items() if set(kinds) & set(each["builds"].split())]
+    if model_type in known:
+        return None
+    close = difflib.get_close_matches(model_type, known, 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    problem = f"{facts.versions()} has no language model of model_type {model_type}"
+    if doubt := facts.doubt():
+        return f"{problem}, but {doubt}{hint}"
+    raise ValueError(problem + hint)
+
+
+def check_tried(keys: Mapping[str, Any], package: str, *columns: str) -> str | None:
+    """Raise `ValueError` if one of `columns` of the package's table says that the model's type did not work.
+
+    Returns a warning for a type that was never tried, for one whose logprobs differ, and instead of the error unless
+    the installed versions are known to be at most as new as the table. None without a table.
+    """
+    model_type, table = _known_type(keys), model_table(package)
+    if not model_type or table is None:
+        return None
+    row = table.models.get(model_type)
+    if row is None:
+        return f"was never tried with a model of type {model_type}: docs/models.md has the types that were"
+    warnings = []
+    for column in columns:
+        value = row.get(column, 0.0)
+        if isinstance(value, str):
+            problem = f"a model of type {model_type} did not work with {table.versions()} ({column}): {value}"
+            if value.startswith(ON_A_CPU):
+                warnings.append(problem)
+            elif doubt := table.doubt():
+                warnings.append(f"{problem}; {doubt}")
+            else:
+                raise ValueError(problem)
+        elif value > ROUNDING:
+            warnings.append(
+                f"logprobs of a model of type {model_type} differ from the trainer's by up to {value:g}: transformers'"
+                f" own decoding differs from its pass over whole sequences by {row['transformers']:g}"
+            )
+    return joined(*warnings)
+
+
+def joined(*warnings: str | None) -> str | None:
+    """The warnings as one; None if there are none."""
+    return "; ".join(dict.fromkeys(each for each in warnings if each)) or None
+
+
+def untrained(keys: Mapping[str, Any]) -> str | None:
+    """A warning if parameters of the model's type get no gradient from transformers' code."""
+    names = _facts().models.get(_known_type(keys), {}).get("untrained", ())
+    if not names:
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"training does not change {names[0]}{more}: transformers computes no gradient of them"
 
 
 def check_flat(keys: Mapping[str, Any]) -> None:
     """Raise `ValueError` for a model of transformers that cannot be computed without padding, with the reason.
 
-    `Backbone` decides by running the model; this decides by its code. Models of unknown code pass.
+    `Backbone` decides by running the model; this decides by what ran. A type with layers of several kinds passes if
+    `layer_types` or `attention_chunk_size` make all of them plain attention.
     """
     text = keys.get("text_config")
-    keys = {**keys, **text} if isinstance(text, dict) else keys
-    model_type = str(keys.get("model_type"))
-    code = "" if "auto_map" in keys else _code(model_type)
-    mixing = [reason for pattern, reason in MIXES_OTHERWISE.items() if re.search(pattern, code)]
-    if "attention_chunk_size" in keys and not keys["attention_chunk_size"] and "attention in chunks" in mixing:
-        mixing.remove("attention in chunks")
-    layers = next((keys[name] for name in ("layer_types", "layers_block_type") if name in keys), None)
-    if OTHER_LAYERS.search(code) and not (isinstance(layers, list) and ATTENTION_LAYERS.issuperset(layers)):
-        mixing.append("layers other than attention (layer_types)")
-    # The layers of a model that builds its text model by `AutoModel` are in the directory of another type.
-    elsewhere = not code or "AutoModel" in code
-    if model_type in NEVER_FLAT or not (elsewhere or "ALL_ATTENTION_FUNCTIONS" in code):
-        mixing.append("code of its own around attention")
-    if mixing:
-        raise ValueError(f"a model of type {model_type} requires padding: it has {mixing[0]}")
+    merged = {**keys, **text} if isinstance(text, dict) else keys
+    rows = _facts().models
+    reason = (rows.get(_known_type(keys)) or rows.get(_known_type(merged), {})).get("padded")
+    layers = next((merged[name] for name in ("layer_types", "layers_block_type") if name in merged), None)
+    only_attention = isinstance(layers, list) and ATTENTION_LAYERS.issuperset(layers)
+    if reason and not only_attention and not ("attention_chunk_size" in merged and not merged["attention_chunk_size"]):
+        raise ValueError(f"a model of type {keys['model_type']} requires padding: {reason}")
 
 
 def key_problems(model_type: str, given: Mapping[str, Any]) -> dict[str, str]:
     """Mistakes in config keys of a `model_type`, by key; none for a type whose fields are not known here."""
-    fields = _fields(model_type)
+    fields, doubt = _fields(model_type), _facts().doubt()
     problems: dict[str, str] = {}
     for key, value in given.items() if fields else ():
-        if key not in fields:
+        kinds = fields.get(key)
+        if kinds is None:
             close = difflib.get_close_matches(key, fields, 1)
-            problems[key] = f"unknown key of a {model_type}" + (f"; did you mean {close[0]}?" if close else "")
-        elif fields[key] and not any(isinstance(value, kind) for kind in fields[key]):
-            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in fields[key])
+            if close or not doubt:
+                problems[key] = f"unknown key of a {model_type}" + (f"; did you mean {close[0]}?" if close else "")
+        elif kinds and not any(isinstance(value, kind) for kind in kinds):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             problems[key] = f"found {value!r}, expected {names}"
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             problems[key] = f"found {value}, expected a number of at most 64 bits"
@@ -172,17 +229,9 @@ def position_table(keys: Mapping[str, Any]) -> int | None:
 
     A later position has no row, so the pass fails. Rotary embeddings compute every position.
     """
-    model_type = keys.get("model_type")
-    folder = _folder(model_type) if "auto_map" not in keys else None
-    if folder is None or not any(map(_has_table, folder.glob("modeling_*.py"))):
-        return None
-    known = [keys[name] for name in POSITIONS if name in keys] or [_config_default(model_type, *POSITIONS)]
-    return known[0] if isinstance(known[0], int) else None
-
-
-@lru_cache
-def _has_table(file: Path) -> bool:
-    return TABLE.search(file.read_text(encoding="utf-8")) is not None
+    default = _facts().models.get(_known_type(keys), {}).get("positions")
+    known = [keys[name] for name in POSITIONS if name in keys] or [default]
+    return known[0] if default and isinstance(known[0], int) else None
 
 
 def has_experts(keys: Mapping[str, Any]) -> bool:
@@ -195,197 +244,24 @@ def num_experts(keys: Mapping[str, Any]) -> int:
     text = keys.get("text_config")
     keys = {**keys, **text} if isinstance(text, dict) else keys
     given = [keys[name] for name in NUMBER_OF_EXPERTS if name in keys]
-    found = next(filter(None, given), 0) if given else _config_default(keys.get("model_type"), *NUMBER_OF_EXPERTS)
-    return int(found or 0)
+    default = _facts().types.get(str(keys.get("model_type")), {}).get("experts", 0)
+    return int((next(filter(None, given), 0) if given else default) or 0)
 
 
-def package_folder(name: str) -> Path | None:
-    """Installation directory of a top-level package, found without importing it; None if it is not installed."""
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    folders = found.submodule_search_locations if found is not None else None
-    return Path(folders[0]) if folders else None
+def _known_type(keys: Mapping[str, Any]) -> str:
+    """The `model_type`; empty if it is not given, or if the model brings its own code."""
+    model_type = keys.get("model_type")
+    return model_type if isinstance(model_type, str) and "auto_map" not in keys else ""
 
 
-def assigned(file: Path) -> Iterator[tuple[str, ast.expr]]:
-    """Names and values of a module's top-level assignments; none if the file cannot be read."""
-    for each in _module(file).body:
-        if isinstance(each, ast.Assign | ast.AnnAssign) and each.value is not None:
-            target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
-            if isinstance(target, ast.Name):
-                yield target.id, each.value
-
-
-@lru_cache
-def _module(file: Path) -> ast.Module:
-    try:
-        return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
-
-
-def pairs(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Pairs of strings in two-element tuples and dictionaries. A tuple as second element counts as its first string."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict):
-            found: list[tuple[ast.expr | None, ast.expr]] = list(zip(node.keys, node.values, strict=True))
-        elif isinstance(node, ast.Tuple) and len(node.elts) == 2:
-            found = [(node.elts[0], node.elts[1])]
-        else:
-            continue
-        for key, value in found:
-            name = value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value
-            if isinstance(key, ast.Constant) and isinstance(name, ast.Constant):
-                yield str(key.value), str(name.value)
-
-
-TYPES: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (float, int),
-    "bool": (bool,),
-    "str": (str,),
-    "dict": (dict,),
-    "list": (list, tuple),
-    "tuple": (list, tuple),
-    "None": (type(None),),
-}
-"""Types of the values that a config file can have for a name in an annotation."""
-
-# -- transformers ------------------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def _folder(model_type: object) -> Path | None:
-    """Directory of a `model_type` in transformers; None if there is none."""
-    found, name = package_folder("transformers"), str(model_type)
-    if found is None:
-        return None
-    for file in ("auto_mappings.py", "configuration_auto.py"):
-        for listed, tree in assigned(found / "models" / "auto" / file):
-            if listed == "SPECIAL_MODEL_TYPE_TO_MODULE_NAME":
-                name = dict(pairs(tree)).get(name, name)
-    folder = found / "models" / name.replace("-", "_")
-    return folder if folder.is_dir() else None
-
-
-@lru_cache
-def _configs() -> Mapping[str, str]:
-    """Config class name of each `model_type`."""
-    folder, found = package_folder("transformers"), dict[str, str]()
-    if folder is None:
-        return found
-    for name in ("auto_mappings.py", "configuration_auto.py"):  # transformers 4 has one of the two
-        tree = _module(folder / "models" / "auto" / name)
-        found |= {key: value for key, value in pairs(tree) if value.endswith("Config")}
-    return found
-
-
-@lru_cache
-def _classes(mapping: str) -> Mapping[str, str]:
-    """Class that an auto class builds for each `model_type`. Types that share a config class share it."""
-    folder, configs = package_folder("transformers"), _configs()
-    if folder is None:
-        return {}
-    values = assigned(folder / "models" / "auto" / "modeling_auto.py")
-    named = {key: value for name, tree in values if name == mapping for key, value in pairs(tree)}
-    by_config = {configs[key]: value for key, value in named.items() if key in configs}
-    return {key: by_config[config] for key, config in configs.items() if config in by_config}
-
-
-@lru_cache
-def _code(model_type: str) -> str:
-    """Code of the classes that make up a language model of transformers; empty if it is not in the type's directory."""
-    folder, name = _folder(model_type), _classes(CAUSAL_LM).get(model_type) or _classes(IMAGE_TEXT).get(model_type)
-    classes: dict[str, str] = {}
-    for file in folder.glob("modeling_*.py") if folder else ():
-        text = file.read_text(encoding="utf-8")
-        found = re.finditer(r"^class (\w+).*?(?=^\S|\Z)", text, flags=re.MULTILINE | re.DOTALL)
-        classes |= {match[1]: match[0] for match in found}
-    used, names = dict[str, str](), [str(name)]
-    while names:
-        name = names.pop()
-        if name in classes and name not in used:
-            used[name] = classes[name]
-            names += re.findall(r"\b[A-Z]\w+", classes[name])
-    return "\n".join(used.values())
-
-
-def _takes_other_attention(architecture: str) -> bool:
-    """True if engines can run the architecture through transformers, with their own attention in place.
-
-    False for a class whose attention cannot be replaced, and for a class that transformers does not have. Names that
-    begin with `Transformers` (the engines' own wrappers) count as supported.
-    """
-    folder = package_folder("transformers")
-    for file in folder.glob("models/*/modeling_*.py") if folder else ():
-        text = file.read_text(encoding="utf-8")
-        if f"\nclass {architecture}(" in text:
-            own = re.search(r"^class \w*Attention\w*\(nn\.Module\)", text, flags=re.MULTILINE)
-            return own is None or "_supports_attention_backend" in text or "ALL_ATTENTION_FUNCTIONS" in text
-    return architecture.startswith("Transformers")
-
-
-@lru_cache
-def _config_default(model_type: object, *names: str) -> Any:
-    """Default of the first of these config keys that the `model_type` has and that is not 0; None if it has none."""
-    folder, config = _folder(model_type), _configs().get(str(model_type))
-    for file in folder.glob("configuration_*.py") if folder else ():
-        for node in ast.walk(_module(file)):
-            if isinstance(node, ast.ClassDef) and node.name == config:
-                return next((value for name, value in _defaults(node) if name in names and value), None)
-    return None
-
-
-@lru_cache
+@cache
 def _fields(model_type: str) -> Mapping[str, tuple[type, ...]]:
     """Keys of a `model_type`'s config, each with the types of its values; () if any. Empty if they are not known."""
-    transformers, folder, config = package_folder("transformers"), _folder(model_type), _configs().get(model_type)
-    found: dict[str, tuple[type, ...]] = dict.fromkeys(LEGACY_KEYS, ())
-    if transformers is None or folder is None:
+    facts = _facts()
+    if model_type not in facts.types:
         return {}
-    for name in ("configuration_utils.py", "modeling_rope_utils.py"):
-        for node in _module(transformers / name).body:
-            if isinstance(node, ast.ClassDef):
-                found |= dict.fromkeys(_declared(node), ())
-    for file in folder.glob("configuration_*.py"):
-        for node in _module(file).body:
-            if isinstance(node, ast.ClassDef) and node.name == config:
-                own = {ast.unparse(each) for each in node.bases} <= {"PreTrainedConfig", "PretrainedConfig"}
-                return found | _declared(node) if own else {}
-    return {}
-
-
-def _declared(config: ast.ClassDef) -> dict[str, tuple[type, ...]]:
-    """Fields, parameters and other names of fields that a config class declares, each with its types; () if any."""
-    found: dict[str, tuple[type, ...]] = {}
-    for node in config.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names = [part.partition("[")[0].strip() for part in _outer(ast.unparse(node.annotation))]
-            kinds = [kind for name in names for kind in TYPES.get(name, (object,))]
-            found[node.target.id] = () if object in kinds else tuple(dict.fromkeys(kinds))
-        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            every = (*node.args.args, *node.args.kwonlyargs)
-            found |= {each.arg: () for each in every if each.arg not in ("self", "kwargs") and each.arg not in found}
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "attribute_map":
-            found |= {key: () for key, _ in pairs(node.value)}
-    return found
-
-
-def _outer(annotation: str) -> list[str]:
-    """Members of a union, without splitting the arguments of its generic types."""
-    return re.sub(r"\[[^\[\]]*(\[[^\[\]]*\][^\[\]]*)*\]", "", annotation).split("|")
-
-
-def _defaults(config: ast.ClassDef) -> Iterator[tuple[str, Any]]:
-    """Default values of config fields (transformers 5) and of parameters (transformers 4)."""
-    for node in ast.walk(config):
-        if isinstance(node, ast.arguments):
-            names = [each.arg for each in node.args]
-            found = list(zip(names[len(names) - len(node.defaults) :], node.defaults, strict=True))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found = [(node.target.id, node.value)] if node.value is not None else []
-        else:
-            continue
-        yield from ((name, value.value) for name, value in found if isinstance(value, ast.Constant))
+    fields: dict[str, tuple[type, ...]] = dict.fromkeys((*LEGACY_KEYS, *facts.every.split()), ())
+    for kinds, names in facts.types[model_type]["fields"].items():
+        types = tuple(kind for name in kinds.split("|") if name for kind in TYPES[name])
+        fields |= dict.fromkeys(names.split(), types)
+    return fields

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.spec.config import PositiveInt, StrategyConfig
-from roll_modeling.architectures import check_positions
+from roll_modeling.architectures import check_positions, check_tried
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -62,6 +62,17 @@ class EngineConfig(StrategyConfig):
     def serves_adapters(self) -> bool:
         """True if `enable_lora` is set."""
         return self.enable_lora
+
+    def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
+        """Raise `ValueError` if the package's table says that the engine does not run models of this type.
+
+        Returns a warning for a type that was never tried.
+        """
+        return check_tried(keys, type(self).__module__.partition(".")[0], "start", "decode")
+
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if the package's table says that weights of this type cannot be published."""
+        check_tried(keys, type(self).__module__.partition(".")[0], "publish")
 
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
         """Raise `ValueError` if prompt plus response exceeds the model's table of positions."""

@@ -17,7 +17,10 @@ from roll_modeling.architectures import (
     IMAGE_TEXT,
     check_buildable,
     check_positions,
+    check_tried,
+    joined,
     key_problems,
+    untrained,
 )
 
 if TYPE_CHECKING:
@@ -75,8 +78,11 @@ class HuggingFaceConfig(StrategyConfig):
             )
 
     @override
-    def check_architecture(self, keys: Mapping[str, Any]) -> None:
-        check_buildable(keys, CAUSAL_LM, IMAGE_TEXT, CLASSIFIER)
+    def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
+        package = type(self).__module__.partition(".")[0]
+        return check_buildable(keys, CAUSAL_LM, IMAGE_TEXT, CLASSIFIER) or joined(
+            check_tried(keys, package, "start", "forward", "step", "publish", "export"), untrained(keys)
+        )
 
     @override
     def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:

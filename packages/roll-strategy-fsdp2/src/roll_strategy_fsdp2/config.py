@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import Config, PositiveInt
-from roll_modeling.architectures import FLAT_ATTENTION, check_flat, has_experts
+from roll_modeling.architectures import FLAT_ATTENTION, check_flat, check_tried, has_experts
 from roll_modeling.strategy_config import HuggingFaceConfig
 
 if TYPE_CHECKING:
@@ -129,11 +129,16 @@ class FSDP2Config(HuggingFaceConfig):
     def check_model(self, keys: Mapping[str, Any]) -> None:
         if self.ep_size > 1 and "model_type" in keys and "auto_map" not in keys and not has_experts(keys):
             raise ValueError(f"ep_size is {self.ep_size}, but a model of type {keys['model_type']} has no experts")
+        package = __name__.partition(".")[0]
         if self.context_size > 1:
             try:
                 check_flat(keys)
             except ValueError as error:
                 raise ValueError(self._needs_flat(str(error))) from error
+        if self.ulysses_size > 1:
+            check_tried(keys, package, "context_parallel")
+        if self.tensor_model_parallel_size > 1:
+            check_tried(keys, package, "tensor_parallel")
 
     @override
     def check_model_args(self, given: Mapping[str, Any]) -> None:

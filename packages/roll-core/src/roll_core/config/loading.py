@@ -68,7 +68,7 @@ def load(
 
         source = plain_values(source)
     composed = compose(source if isinstance(source, Mapping) else Path(source), overrides, registry)
-    config, pipeline, unchecked = validate(composed, registry, extra_check, needs=needs)
+    config, pipeline, unchecked, model_warnings = validate(composed, registry, extra_check, needs=needs)
     if lacking := list(_lacking(config, composed, registry)):
         raise ConfigError(lacking)
     names = {key: getattr(config, key, None) for key in NAMED_PARTS}
@@ -76,6 +76,7 @@ def load(
     warnings = tuple(
         ConfigProblem(str(composed.positions.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
         for key, reason in {
+            **model_warnings,
             **_beyond_positions(config),
             **config.training_warnings(),
             **config.warnings(parts),

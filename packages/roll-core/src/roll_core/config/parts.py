@@ -45,6 +45,8 @@ class Parts:
     found: list[Finding] = field(default_factory=list)
     unchecked: dict[str, list[str]] = field(default_factory=dict)
     """Roles whose model's architecture could not be checked, by reason."""
+    model_warnings: dict[tuple[KeyPath, str], list[str]] = field(default_factory=dict)
+    """Strategies and roles that may not support their model, by the key that names it and the reason."""
     cause: BaseException | None = None
     """Exception of a plugin that failed to load, if a requested part is missing because of it."""
     suggestions: int = 0

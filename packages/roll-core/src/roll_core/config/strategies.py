@@ -397,26 +397,33 @@ class StrategyCheck:
                 return
 
     def _check_architecture(self, source: KeyPath, keys: Mapping[str, Any]) -> None:
-        """Check that the packages in this environment support the model's architecture, if the role's workers run in
-        it. The role at `source` names the model."""
-        role = ".".join(self.path)
-        if not self.parts.runs_here(self.role):
-            if self.parts.check_needs:
-                self.parts.unchecked.setdefault("its workers run in another environment", []).append(role)
+        """Check that the strategy supports the model's architecture. The role at `source` names the model.
+
+        If the role's workers run in another environment, its packages are unknown, and a mistake is only a warning.
+        """
+        if not self.parts.check_needs:
             return
-        model = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
+        role, here = ".".join(self.path), self.parts.runs_here(self.role)
+        if not here:
+            self.parts.unchecked.setdefault("its workers run in another environment", []).append(role)
+        given = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
+        model = given if isinstance(given, dict) else {}
+        at: KeyPath = ("pretrain",)
+        if isinstance(model.get("random_init"), dict) and "model_type" in model["random_init"]:
+            at = (*source, "model_args", "random_init", "model_type")
+        elif "model_name_or_path" in model:
+            at = (*source, "model_args", "model_name_or_path")
         try:
-            if reason := self.strategy.check_architecture(keys):
-                self.parts.unchecked.setdefault(reason, []).append(role)
-            self._check_keys((*source, "model_args"), model if isinstance(model, dict) else {}, keys)
+            warning = self.strategy.check_architecture(keys)
         except ValueError as error:
-            at: KeyPath = ("pretrain",)
-            if isinstance(model, dict):
-                if isinstance(model.get("random_init"), dict) and "model_type" in model["random_init"]:
-                    at = (*source, "model_args", "random_init", "model_type")
-                elif "model_name_or_path" in model:
-                    at = (*source, "model_args", "model_name_or_path")
-            self.report(at, f"{self.provider.name} of {role}: {error}", code="ROLL-C018")
+            if here:
+                self.report(at, f"{self.provider.name} of {role}: {error}", code="ROLL-C018")
+                return
+            warning = str(error)
+        if warning:
+            self.parts.model_warnings.setdefault((at, warning), []).append(f"{self.provider.name} of {role}")
+        if here:
+            self._check_keys((*source, "model_args"), model, keys)
 
     def _check_keys(self, path: KeyPath, model: dict[Any, Any], keys: Mapping[str, Any]) -> None:
         """Report the mistakes in keys of the model's config that `model_args`, at `path`, set."""

@@ -71,8 +71,8 @@ ExtraCheck = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
 
 def validate(
     composed: ComposedConfig, registry: Registry, extra_check: ExtraCheck | None = None, *, needs: bool
-) -> tuple[RunConfig, PipelineProvider, tuple[str, ...]]:
-    """The pipeline's validated config, its provider, and what was not checked.
+) -> tuple[RunConfig, PipelineProvider, tuple[str, ...], dict[str, str]]:
+    """The pipeline's validated config, its provider, what was not checked, and warnings about models by dotted key.
 
     Raises `ConfigError` with all problems, in the order of the files.
     """
@@ -106,7 +106,11 @@ def validate(
     if parts.found or config is None or composed.problems:
         raise _error(parts, schema)
     unchecked = [f"{', '.join(roles)}: the model's architecture: {why}" for why, roles in parts.unchecked.items()]
-    return _restore_name(config, "pipeline", name), provider, tuple(unchecked)
+    warnings: dict[str, str] = {}
+    for (path, why), roles in parts.model_warnings.items():
+        key, text = ".".join(path), f"{', '.join(roles)}: {why}"
+        warnings[key] = f"{warnings[key]}; {text}" if key in warnings else text
+    return _restore_name(config, "pipeline", name), provider, tuple(unchecked), warnings
 
 
 def _pipeline(parts: Parts) -> PipelineProvider | None:

@@ -163,10 +163,10 @@ class StrategyConfig(Config):
 
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Raise `ValueError` if the installed packages do not support the model's architecture. `keys` as for
-        `check_model`. If it cannot be known here, return the reason, which `check` prints as `not checked`; else None.
+        `check_model`. Return a warning for one that may not work, for example because it was never tried; else None.
 
-        Not called for a role with its own `environment`, nor by `check --no-files`. Reads the packages' files instead
-        of importing them; `roll_modeling.architectures` helps.
+        Of a role with its own `environment`, whose versions are unknown here, an error becomes a warning. Not called by
+        `check --no-files`. Reads the packages' files instead of importing them; `roll_modeling.architectures` helps.
         """
         return None
 

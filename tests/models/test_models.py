@@ -1,0 +1,225 @@
+"""Each plugin's `models.json` has what its strategy did with a tiny model of each type.
+
+`ROLL_UPDATE_GOLDEN=1 pytest -n 0 tests/models/test_models.py -m "" -k hf_train` writes the rows of one strategy, an
+engine's in its own environment; `ROLL_UPDATE_GOLDEN=new` only rows that are missing. Otherwise the trials are compared
+with the rows. CI tries the types of `EACH_CHANGE`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_infer_hf import decoder
+from roll_modeling.architectures import ROUNDING, model_table
+from roll_modeling.model import load_model
+from roll_testing import model_trials
+from roll_testing.bench import Case
+from roll_testing.infer.engine import Setup
+from roll_testing.kit import registry
+from roll_testing.ranks import RankHost, RanksFailedError, free_port
+from roll_testing.tiny_models import TYPES
+
+UPDATE = os.environ.get("ROLL_UPDATE_GOLDEN", "")
+EACH_CHANGE = ("llama", "qwen3_moe", "mamba2", "gpt2")
+SPLIT = {
+    "tensor_parallel": {"tensor_model_parallel_size": 2},
+    "context_parallel": {"ulysses_size": 2},
+}
+"""Columns of fsdp2_train on two ranks, with their `strategy_config`."""
+CONFIGS = {
+    "hf_train": {},
+    "fsdp2_train": {},
+    "deepspeed_train": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "megatron_train": {},
+    "hf_infer": {},
+    "vllm": {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 16},
+    "sglang": {
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "max_total_tokens": 4096,
+        "mem_fraction_static": 0.3,
+    },
+}
+PACKAGES = {
+    "facts": ("roll_modeling", "transformers"),
+    "hf_train": ("roll_strategy_hf", "transformers"),
+    "fsdp2_train": ("roll_strategy_fsdp2", "transformers"),
+    "deepspeed_train": ("roll_strategy_deepspeed", "deepspeed"),
+    "megatron_train": ("roll_strategy_megatron", "megatron-core"),
+    "hf_infer": ("roll_infer_hf", "transformers"),
+    "vllm": ("roll_infer_vllm", "vllm"),
+    "sglang": ("roll_infer_sglang", "sglang"),
+}
+"""Package with the file of each strategy, and the distribution whose version decides."""
+TIMEOUT_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def host():
+    """Forks a process for each trial."""
+    preload = ["roll_testing.model_trials", "roll_testing.kit", "peft", "transformers.optimization"]
+    preload += [each for each in ("deepspeed",) if importlib.util.find_spec(each)]
+    environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "PYTHONWARNINGS": "ignore"}
+    started = RankHost(preload=preload, environment=environment)
+    yield started
+    started.close()
+
+
+@cache
+def table_file(strategy):
+    """The file, in the sources of the package."""
+    return Path(importlib.util.find_spec(PACKAGES[strategy][0]).submodule_search_locations[0], "models.json")
+
+
+def made_with(strategy):
+    found = {}
+    for name in {"transformers", PACKAGES[strategy][1]}:
+        try:
+            found[name] = Version(version(name)).public
+        except PackageNotFoundError:
+            found[name] = Version(version(f"{name}-cpu")).public
+    return dict(sorted(found.items()))
+
+
+def rows(strategy):
+    table = model_table(PACKAGES[strategy][0])
+    return table.models if table else {}
+
+
+def write(strategy, **sections):
+    """Replace rows of `models` and `types`. What other versions wrote is removed."""
+    file, versions = table_file(strategy), made_with(strategy)
+    with file.open("a+", encoding="utf-8") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)  # other processes write other rows
+        opened.seek(0)
+        table = json.loads(opened.read() or "{}")
+        table = table if table.get("made_with") == versions else {"made_with": versions}
+        for name, new in sections.items():
+            table[name] = dict(sorted((table.get(name, {}) | new).items())) if isinstance(new, dict) else new
+        opened.truncate(0)
+        opened.write(text_of(table))
+
+
+def text_of(table):
+    """As JSON, each row on one line."""
+    sections = []
+    for name, value in table.items():
+        if name in ("models", "types"):
+            lines = ",\n".join(
+                f"  {json.dumps(key)}: {json.dumps(row, ensure_ascii=False)}" for key, row in value.items()
+            )
+            sections.append(f'"{name}": {{\n{lines}\n }}')
+        else:
+            sections.append(f"{json.dumps(name)}: {json.dumps(value)}")
+    return "{" + ",\n ".join(sections) + "}\n"
+
+
+def trial(host, strategy, model_type, folder):
+    """The row of a type."""
+    spec = model_trials.write_tiny(folder / model_type, model_type)
+
+    def run(function, *arguments, num_ranks=1):
+        try:
+            return host.run(function, *arguments, num_ranks=num_ranks, timeout_s=TIMEOUT_S)
+        except RanksFailedError as error:
+            if " raised\n" not in str(error):  # a timeout tells about the host, not about the model
+                raise
+            lines = [line for line in str(error).partition("\n--- output")[0].splitlines() if line.strip()]
+            return model_trials.reason(lines[-1])
+
+    def plain(value):
+        if isinstance(value, float):
+            return model_trials.rounded(value)
+        return value.replace(str(folder), "") if isinstance(value, str) else value
+
+    if strategy == "facts":
+        found = run(model_trials.fact_row, spec)
+    elif strategy in ("hf_infer", "vllm", "sglang"):
+        provider = registry().find(InferProvider, strategy)
+        found = run(model_trials.engine_row, Setup(provider=provider, strategy_config=CONFIGS[strategy], model=spec))
+    else:
+        provider = registry().find(TrainProvider, strategy)
+        case = Case(provider=provider, strategy_config=CONFIGS[strategy], model=spec, training=None)
+        found = run(model_trials.train_row, case, str(folder))
+        if strategy == "fsdp2_train" and not isinstance(found, str):
+            for column, config in SPLIT.items():
+                split = replace(
+                    case, strategy_config=config, world_size=2, devices=("cpu",) * 2, master_port=free_port()
+                )
+                errors = run(model_trials.split_error, split, num_ranks=2)
+                found[0][column] = errors if isinstance(errors, str) else max(errors)
+    if isinstance(found, str):
+        return {"start": plain(found)}
+    row = {name: plain(value) for name, value in found[0].items()}
+    if strategy == "hf_infer" and "start" not in row:
+        row["path"] = "module" if decoder.unsupported(load_model(spec)) else "fast"
+    explained = 2 * row.get("transformers", 0.0)
+    for name, value in row.items():
+        if name != "transformers" and isinstance(value, float) and value > max(ROUNDING, explained):
+            row[name] = f"differs by {value:g} from transformers, and rounding explains at most {ROUNDING:g}"
+    return row
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", PACKAGES)
+@pytest.mark.parametrize(
+    "model_type", [each if each in EACH_CHANGE else pytest.param(each, marks=pytest.mark.slow) for each in TYPES]
+)
+def test_a_model_does_what_its_row_says(host, strategy, model_type, tmp_path):
+    need_versions(strategy)
+    if UPDATE == "new" and model_type in rows(strategy):
+        pytest.skip("its row exists")
+    found = trial(host, strategy, model_type, tmp_path)
+    if UPDATE:
+        write(strategy, models={model_type: found})
+        return
+    stored = rows(strategy)[model_type]
+    assert works(found) == works(stored), (found, stored)
+
+
+def need_versions(strategy):
+    """Skip the test without the strategy's engine, or with versions other than those of the table."""
+    try:
+        versions = made_with(strategy)
+    except PackageNotFoundError:
+        pytest.skip(f"{PACKAGES[strategy][1]} is not installed")
+    table = model_table(PACKAGES[strategy][0])
+    if not UPDATE and (table is None or table.made_with != versions):
+        pytest.skip(f"its table was not made with {versions}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("types", [EACH_CHANGE, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_facts_are_those_of_transformers_classes(types):
+    need_versions("facts")
+    found = model_trials.config_facts(types)
+    if UPDATE:
+        write("facts", every=model_trials.base_keys(), types=found)
+        return
+    table = model_table("roll_modeling")
+    assert table.every == model_trials.base_keys()
+    assert {name: table.types[name] for name in found} == found
+    assert types or found.keys() == table.types.keys()
+
+
+@pytest.mark.parametrize("strategy", PACKAGES)
+def test_rows_have_types_that_are_tried(strategy):
+    assert rows(strategy).keys() <= set(TYPES)
+
+
+def works(row):
+    """What compares equal on other machines: whether each column worked, not by how much it differs."""
+    return {name: value <= ROUNDING if isinstance(value, float) else type(value) for name, value in row.items()}
