@@ -8,7 +8,7 @@ the end of the package's: `deepspeed` of `roll-strategy-deepspeed`. Each gets an
 where the table says `workspace = true`, the workspace's environment has all that it needs.
 
 Where the table has `oldest`, requirements of the oldest version that the package supports, `NAME-oldest` is an engine
-as well. It is tested only if it is named.
+as well. They replace those of the same distributions. It is tested only if it is named.
 
 A peer is another framework whose numbers ours are compared with: `[tool.roll.peers.NAME]` of the repository's
 `pyproject.toml` has the `packages` of ours that its tests need, its `requirements`, those that are installed `alone`
@@ -133,11 +133,14 @@ def engine_python(name: str, package: Path) -> Path:
     here = [f"./{folder.relative_to(REPOSITORY)}" for folder in plain]
     engine = engine_table(read(package / "pyproject.toml"))
     here.append(f"./{package.relative_to(REPOSITORY)}")
-    requirements = engine.get("oldest" if name.endswith(OLDEST) else "requirements", [])
+    oldest = {Requirement(each).name: each for each in engine.get("oldest", []) if name.endswith(OLDEST)}
+    requirements, alone = (
+        [oldest.get(Requirement(each).name, each) for each in engine.get(key, [])] for key in ("requirements", "alone")
+    )
     return environment(
         name,
         [*(word for folder in here for word in ("-e", folder)), *requirements, *tools],
-        alone=engine.get("alone", []),
+        alone=alone,
         remove=engine.get("remove", []),
         despite=left_out(package),
         also=[pins, *(read(folder / "pyproject.toml")["project"] for folder in (*plain, package))],

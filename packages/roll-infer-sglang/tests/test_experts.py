@@ -72,9 +72,11 @@ MODELS = {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "deepseek_v2": {**EXPERTS, **SHARED, **LATENT, "n_group": 4, "topk_group": 2},
     "deepseek_v3": {**EXPERTS, **SHARED, **LATENT, "n_group": 4, "topk_group": 2},
 }
 FILE_KEYS = {
+    "deepseek_v2": {"moe_layer_freq": 1, "topk_method": "group_limited_greedy", "scoring_func": "softmax"},
     "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 """Keys of the published configs that SGLang reads and transformers does not have."""
@@ -192,7 +194,7 @@ class TestMixture:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("qwen2_moe", "gpt_oss")])
 def test_other_architectures_are_read_back_and_computed(kind, tmp_path):
     live = start(mixture(kind, tmp_path))
     try:
@@ -215,17 +217,6 @@ def test_interleaved_experts_with_biases_are_read_back_and_computed(tmp_path):
         manifest, receipt = live.publish()
         assert dict(receipt.digests) == digests(manifest)
         check(live, num_tokens=2, close=0.05)
-    finally:
-        live.close()
-
-
-@pytest.mark.slow
-def test_latent_attention_is_read_back_from_what_is_derived(tmp_path):
-    live = start(mixture("deepseek_v3", tmp_path))
-    try:
-        live.step()
-        manifest, receipt = live.publish()
-        assert dict(receipt.digests) == digests(manifest)
     finally:
         live.close()
 

@@ -8,12 +8,24 @@ from pydantic import Field, create_model
 
 from roll_core.spec.config import PositiveInt  # noqa: TC001 - pydantic reads the annotations
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
-from roll_modeling.architectures import NUMBER_OF_EXPERTS, has_experts
+from roll_modeling.architectures import has_experts, num_experts
 from roll_modeling.engine_config import EngineConfig
 
 PLAIN_BACKEND = "triton"
 """Value of `moe_runner_backend` for which SGLang does not convert experts after loading them."""
-MIXTURES = frozenset({"ernie4_5_moe", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+MIXTURES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "gpt_oss",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+    }
+)
 """Types of mixtures of experts that tests have published, read back and computed."""
 
 if TYPE_CHECKING:
@@ -88,9 +100,8 @@ class SglangConfig(_EngineKeys):
             )
         if num_slots is not None and num_slots % self.ep_size:
             raise ValueError(f"ep_size {self.ep_size} does not divide the worker's {num_slots} slots (tp_size)")
-        num_experts = next((keys[name] for name in NUMBER_OF_EXPERTS if keys.get(name)), None)
-        if num_experts is not None and num_experts % self.ep_size:
-            raise ValueError(f"ep_size {self.ep_size} does not divide the model's {num_experts} experts")
+        if (experts := num_experts(keys)) % self.ep_size:
+            raise ValueError(f"ep_size {self.ep_size} does not divide the model's {experts} experts")
 
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
         """Same as the base class; also warn about mixtures of experts that no test has published."""

@@ -19,8 +19,13 @@ def _skip(module):
     forward = module.moe_forward_native
 
     def forward_local(layer, x, topk_output, config):
-        ids, weights = topk_output.topk_ids, topk_output.topk_weights
-        local = topk_output._replace(topk_ids=ids.clamp(min=0), topk_weights=weights * (ids >= 0))
-        return forward(layer, x, local, config)
+        ids, weights = topk_output.topk_ids, topk_output.topk_weights * (topk_output.topk_ids >= 0)
+        if layer.moe_ep_size == 1:
+            return forward(layer, x, topk_output, config)
+        choices = zip(ids.clamp(min=0).split(1, dim=1), weights.split(1, dim=1), strict=True)  # a token's are different
+        return sum(
+            forward(layer, x, topk_output._replace(topk_ids=expert, topk_weights=weight), config)
+            for expert, weight in choices
+        )
 
     module.moe_forward_native = forward_local
