@@ -186,7 +186,9 @@ def test_a_model_does_what_its_row_says(host, strategy, model_type, tmp_path):
     if UPDATE:
         write(strategy, models={model_type: found})
         return
-    stored = rows(strategy)[model_type]
+    stored = rows(strategy).get(model_type)
+    if stored is None:
+        pytest.skip("it has no row yet")
     assert works(found) == works(stored), (found, stored)
 
 
@@ -222,4 +224,8 @@ def test_rows_have_types_that_are_tried(strategy):
 
 def works(row):
     """What compares equal on other machines: whether each column worked, not by how much it differs."""
-    return {name: value <= ROUNDING if isinstance(value, float) else type(value) for name, value in row.items()}
+    return {
+        name: value <= ROUNDING if isinstance(value, float) else type(value)
+        for name, value in row.items()
+        if name != "path"
+    }
