@@ -33,7 +33,13 @@ class Likelihood:
         return LossOutput(loss=-outputs.logprobs_T[micro.loss_mask_T].mean())
 
 
-LORA = LoraSpec(targets=("q_proj", "o_proj", "up_proj", "down_proj"), rank=4, alpha=8.0)
+LORA = LoraSpec(
+    targets=("q_proj", "o_proj", "up_proj", "down_proj"),
+    rank=4,
+    alpha=8.0,
+    rank_pattern={"up_proj": 2},
+    alpha_pattern={"q_proj": 6.0},
+)
 """Of matrices that the engine multiplies with their siblings as one, some and not others have an adapter."""
 
 
