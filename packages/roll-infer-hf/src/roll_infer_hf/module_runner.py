@@ -170,7 +170,7 @@ class ModuleRunner(Runner):
     def _unsupported(self) -> str:
         """Why this architecture cannot be decoded token by token; empty if it can."""
         if not self._cache_name:
-            return "takes no key-value cache, so each token would be sampled without the previous tokens"
+            return "has no key-value cache, so each token would be sampled without the previous tokens"
         try:
             error, tolerance = self._decoding_error()
         except Exception as failure:  # architectures with a cache of their own fail in any way
