@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll_core.spec.fp8 import quantise_blocks
 from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.weights import CHUNK_BYTES, Digests, digest
 from roll_modeling.comparing import compare
@@ -21,7 +22,7 @@ PATH = "model.layers.0.mlp.experts"
         ("gate_up_proj", "w13", "weight", None, None),
         ("down_proj", "w2", "weight", None, None),
         ("gate_up_proj_bias", "w13", "bias", None, None),
-        ("down_proj_scale_inv", "w2", "scale_inv", None, None),
+        ("down_proj_scale_inv", "w2", "weight_scale_inv", None, None),
         ("7.gate_proj.weight", "w13", "weight", GATE, 7),
         ("12.up_proj.weight_scale_inv", "w13", "weight_scale_inv", UP, 12),
         ("0.w2.weight", "w2", "weight", None, 0),
@@ -110,6 +111,25 @@ def test_biases_of_down_projections_are_those_of_the_first_rank():
     layout, name = LAYOUTS["gpt_oss"], ExpertName.parse(f"{PATH}.down_proj_bias")
     assert layout.shape(name) == (E, H)
     assert layout.joined(name, [torch.arange(H), torch.zeros(H)]).tolist() == list(range(H))
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_scale_inv", "down_proj_scale_inv", "1.up_proj.weight_scale_inv"])
+def test_scales_have_the_form_that_the_trainer_sends(name):
+    layout = ExpertLayout(num_experts=E, hidden=256, intermediate=384)
+    path, _, last = name.rpartition(".") if name[0].isdigit() else ("", "", name.removesuffix("_scale_inv"))
+    sizes = {"gate_up_proj": (E, 768, 256), "down_proj": (E, 256, 384)}
+    weight = torch.randn(sizes[last] if not path else (384, 256))
+    _, scale = quantise_blocks(weight)
+    found = ExpertName.parse(f"{PATH}.{name}")
+    assert layout.shape(found) == scale.shape
+    if path:
+        return
+    for expert, sent in enumerate(scale):
+        if found.matrix == "w13":  # three ranks, each with a block of gate and a block of up
+            shards = [torch.stack([sent[rank], sent[3 + rank]]) for rank in range(3)]
+        else:
+            shards = [sent[:, [rank]] for rank in range(3)]
+        assert torch.equal(layout.joined(found, shards), sent), expert
 
 
 class Module:

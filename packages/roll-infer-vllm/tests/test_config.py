@@ -170,7 +170,7 @@ def test_redundant_experts_are_refused(key):
 
 
 QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
-MLA = {"num_attention_heads": 128, "hidden_size": 7168, "q_lora_rank": 1536, "kv_lora_rank": 512}
+MOE = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_experts": 128}
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,11 @@ MLA = {"num_attention_heads": 128, "hidden_size": 7168, "q_lora_rank": 1536, "kv
         ({"hidden_size": 960}, 1, ("hidden_size 960",)),
         ({"text_config": {"intermediate_size": 1536}}, 8, ("1536 / tensor_parallel_size 8 = 192",)),
         ({"intermediate_size": 257}, 2, ("128.5",)),
-        ({**MLA, "moe_intermediate_size": 2048}, 16, ()),
-        ({**MLA, "moe_intermediate_size": 1408}, 2, ("moe_intermediate_size 1408",)),
+        ({"hidden_size": 7168, "kv_lora_rank": 512}, 1, ("kv_lora_rank",)),
     ],
 )
 def test_sides_that_no_block_divides_are_refused(keys, ranks, facts):
     """As vLLM does for edges between ranks and between fused matrices."""
-    keys = {**keys, "n_routed_experts": 0}
     config = VllmConfig(quantization="fp8_per_block", tensor_parallel_size=ranks)
     VllmConfig(quantization="fp8", tensor_parallel_size=ranks).check_model(keys)
     if not facts:
@@ -199,6 +197,14 @@ def test_sides_that_no_block_divides_are_refused(keys, ranks, facts):
         return
     with raises_error(ValueError, *facts):
         config.check_model(keys)
+
+
+def test_an_expert_is_divided_only_without_expert_parallelism():
+    keys = {**MOE, "moe_intermediate_size": 768}
+    eight = {"quantization": "fp8_per_block", "tensor_parallel_size": 8}
+    VllmConfig(**eight, enable_expert_parallel=True).check_model(keys)
+    with raises_error(ValueError, "moe_intermediate_size 768 / tensor_parallel_size 8 = 96"):
+        VllmConfig(**eight).check_model(keys)
 
 
 def problems(run, config, *overrides):

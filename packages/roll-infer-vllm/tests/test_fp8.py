@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,10 +102,36 @@ class Fp8Live(Live):
         return model
 
 
+class RoundedExperts(nn.Module):
+    """What the experts of a layer compute in fp8, one expert and one token at a time."""
+
+    def __init__(self, experts):
+        super().__init__()
+        pairs = zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True)
+        self.pairs = [[RoundedBlocks(SimpleNamespace(weight=each, bias=None)) for each in pair] for pair in pairs]
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        outputs = []
+        for token, chosen, weights in zip(hidden_states, top_k_index.tolist(), top_k_weights, strict=True):
+            pairs = [self.pairs[each] for each in chosen]
+            halves = [gate_up(token).chunk(2) for gate_up, _ in pairs]
+            hidden = [nn.functional.silu(gate) * up for gate, up in halves]
+            found = [down(each) * weight for (_, down), each, weight in zip(pairs, hidden, weights, strict=True)]
+            outputs.append(torch.stack(found).sum(0))
+        return torch.stack(outputs)
+
+
 class BlockLive(Fp8Live):
-    """With scales per block."""
+    """With scales per block, also of experts."""
 
     weight_format, linear = "fp8_per_block", RoundedBlocks
+
+    def _rounded(self):
+        model = super()._rounded()
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.experts = RoundedExperts(layer.mlp.experts)
+        return model
 
 
 def begin(spec=None, kind=Fp8Live, **config):
@@ -268,18 +295,21 @@ def test_in_bf16_logprobs_are_near_those_of_the_decoded_matrices():
         engine.close()
 
 
-def test_mixtures_of_experts_are_refused_at_the_start():
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 100, "num_experts": 4}
-    spec = ModelSpec(random_init={"model_type": "qwen3_moe", **sizes, **heads}, seed=1, dtype="fp32")
-    with raises_error(ModelError, "fp8"):
-        begin(spec)
-
-
 # -- scales per block --------------------------------------------------------------------------------------------------
 
 WIDE = biased(hidden_size=256, intermediate_size=512, num_attention_heads=2, num_key_value_heads=1)
 """Heads of 128; two ranks have the same key and value head."""
+
+
+EXPERTS = ModelSpec(
+    random_init={
+        "model_type": "qwen3_moe", "vocab_size": 100, "hidden_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 256,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "max_position_embeddings": 300,
+    },
+    seed=1,
+    dtype="fp32",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -362,3 +392,53 @@ def test_two_ranks_hold_the_blocks_and_compute_with_them():
         assert found.max() < 0.1
     finally:
         engine.close()
+
+
+def check_experts(engine):
+    """Receipts and logprobs, and a receipt for scales of other blocks."""
+    engine.step()
+    manifest, receipt = engine.publish()
+    assert dict(receipt.digests) == digests(manifest)
+    formats = {entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors}
+    mlp = "model.layers.1.mlp"
+    assert formats[f"{mlp}.experts.gate_up_proj"] == ("F8_E4M3", (4, 512, 256))
+    assert formats[f"{mlp}.experts.gate_up_proj_scale_inv"] == ("F32", (4, 4, 2))
+    assert formats[f"{mlp}.experts.down_proj_scale_inv"] == ("F32", (4, 2, 2))
+    assert formats[f"{mlp}.gate.weight"] == ("F32", (4, 256))
+    found, unrounded = gaps_of_short_prompts(engine)
+    assert np.quantile(found, 0.6) < 1e-5
+    assert found.max() < 0.1
+    assert unrounded.min() > 1e-4
+    for part, axis in (("gate_up_proj", 0), ("gate_up_proj", 1), ("down_proj", 2)):
+        right, name = engine.tensors(), f"{mlp}.experts.{part}_scale_inv"
+        wrong = [(each, tensor.roll(1, axis) if each == name else tensor) for each, tensor in right]
+        manifest = make_manifest(engine.version + 1, right)
+        _, receipt = engine.publish(wrong, manifest=manifest)
+        held, sent = dict(receipt.digests), digests(manifest)
+        assert {each for each in sent if held[each] != sent[each]} == {name}, axis
+
+
+def test_experts_have_blocks_and_are_computed_with_them():
+    engine = begin(EXPERTS, BlockLive)
+    try:
+        check_experts(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_ranks_have_the_blocks_of_experts(expert_parallel):
+    engine = begin(EXPERTS, BlockLive, tensor_parallel_size=2, enable_expert_parallel=expert_parallel)
+    try:
+        check_experts(engine)
+    finally:
+        engine.close()
+
+
+def test_mixtures_of_experts_are_refused_with_scales_of_rows():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 100, "num_experts": 4}
+    spec = ModelSpec(random_init={"model_type": "qwen3_moe", **sizes, **heads}, seed=1, dtype="fp32")
+    with raises_error(ModelError, "fp8"):
+        begin(spec)

@@ -101,14 +101,15 @@ class VllmConfig(_EngineKeys):
         return self.quantization or "dtype"
 
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for experts in fp8 or that ranks cannot divide, and for sides that no fp8 block fits."""
+        """Raise `ValueError` for experts by rows or that ranks cannot divide, and for sides that no fp8 block fits."""
         super().check_model(keys)
-        if self.quantization and has_experts(keys):
-            raise ValueError(f"quantization: {self.quantization} does not support mixtures of experts")
+        if self.quantization == "fp8" and has_experts(keys):
+            raise ValueError("quantization: fp8 does not support mixtures of experts: use fp8_per_block")
         if self.enable_expert_parallel and "model_type" in keys and "auto_map" not in keys:
             self._check_expert_parallel(keys)
         if self.quantization == "fp8_per_block":
-            _check_blocks(keys, self.tensor_parallel_size)
+            sharing = self.tensor_parallel_size
+            _check_blocks(keys, sharing, 1 if self.enable_expert_parallel else sharing)
 
     def _check_expert_parallel(self, keys: Mapping[str, Any]) -> None:
         experts = num_experts(keys)
@@ -132,18 +133,25 @@ class VllmConfig(_EngineKeys):
         return found
 
 
-def _check_blocks(keys: Mapping[str, Any], num_ranks: int) -> None:
+def _check_blocks(keys: Mapping[str, Any], num_ranks: int, expert_ranks: int) -> None:
     """Raise `ValueError` for the first matrix whose sides on a rank are not multiples of the block's 128.
 
-    Only keys that `keys` has are checked; vLLM checks the rest when it builds the model.
+    `num_ranks` share each matrix of a layer, `expert_ranks` each expert. Only keys that `keys` has are checked; vLLM
+    checks the rest when it builds the model.
     """
     text = keys.get("text_config")
     keys = {**keys, **text} if isinstance(text, dict) else keys
+    if keys.get("kv_lora_rank"):
+        raise ValueError(
+            "quantization: fp8_per_block does not support latent attention (kv_lora_rank): the matrices that vLLM"
+            " computes from kv_b_proj could not be compared with the sent one"
+        )
     heads, hidden = keys.get("num_attention_heads"), keys.get("hidden_size")
-    sides = {name: (keys.get(name), 1) for name in ("hidden_size", "q_lora_rank", "kv_lora_rank")}
-    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+    sides = {"hidden_size": (hidden, 1)}
+    for name in ("intermediate_size", "shared_expert_intermediate_size"):
         sides[name] = keys.get(name), num_ranks
-    if heads and hidden and "kv_lora_rank" not in keys:
+    sides["moe_intermediate_size"] = keys.get("moe_intermediate_size"), expert_ranks
+    if heads and hidden:
         head = keys.get("head_dim") or hidden // heads
         groups = keys.get("num_key_value_heads") or heads
         sides["num_attention_heads × head_dim"] = heads * head, num_ranks
@@ -153,5 +161,5 @@ def _check_blocks(keys: Mapping[str, Any], num_ranks: int) -> None:
             split = f" / tensor_parallel_size {parts} = {size / parts:g}" if parts > 1 else ""
             raise ValueError(
                 f"{name} {size}{split} is not a multiple of {BLOCK}, the side of the blocks of fp8_per_block: use"
-                " quantization: fp8, which has scales per row, or fewer ranks"
+                " fewer ranks, or for a dense model quantization: fp8, which has scales per row"
             )

@@ -1,7 +1,7 @@
 """Experts in one of vLLM's processes: how they are loaded by Hugging Face names, and how one expert is read back.
 
 vLLM shuffles expert weights after loading, for the kernel that computes with them (packing for a CPU, FlashInfer,
-AITER); see `shuffles`. Those layouts that are no permutation are refused.
+AITER); see `shuffles`. Those layouts that are no permutation are refused. Experts in fp8 stay as they were sent.
 
 With tensor parallelism each rank has a part of every expert, which an all-gather joins. With expert parallelism each
 rank has some of the experts whole, by the layer's expert map; their owner broadcasts them.
@@ -22,8 +22,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import convert_to_u
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
+from roll_infer_vllm.fp8 import BlockExperts
 from roll_infer_vllm.shuffles import learned
-from roll_modeling.engine_experts import UP, ExpertLayout
+from roll_modeling.engine_experts import SCALE, UP, ExpertLayout
 from roll_modeling.engine_weights import ExpertsTensor
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 def located(routed: RoutedExperts, name: ExpertName) -> ExpertsTensor:
     """Location of an expert tensor. Raises `KeyError` if the layer has no such tensor, or it cannot be read back."""
     moe = routed.moe_config
-    is_gpt_oss = isinstance(routed, GptOssRoutedExperts)
+    is_gpt_oss, method = isinstance(routed, GptOssRoutedExperts), type(routed.quant_method)
     readable = (
-        type(routed.quant_method) is UnquantizedFusedMoEMethod
+        method in (UnquantizedFusedMoEMethod, BlockExperts)
         and moe.is_act_and_mul
         and moe.num_experts == moe.num_logical_experts  # no redundant copies
         and routed.expert_map_manager.num_fused_shared_experts == 0
@@ -46,9 +47,9 @@ def located(routed: RoutedExperts, name: ExpertName) -> ExpertsTensor:
         and not (routed.use_ep and routed.expert_map is routed.expert_mask)  # 0 or 1, without positions
         and not (is_gpt_oss and name.expert is not None)
     )
-    if not readable or name.parameter not in ("weight", "bias") or not hasattr(routed, name.stored):
+    if not readable or name.parameter not in ("weight", "bias", SCALE) or not hasattr(routed, name.stored):
         raise KeyError(name.path)
-    if not routed.w13_weight.is_meta and positions(routed) is None:
+    if method is UnquantizedFusedMoEMethod and not routed.w13_weight.is_meta and positions(routed) is None:
         raise KeyError(name.path)
     layout = ExpertLayout(
         num_experts=moe.num_experts,
@@ -88,21 +89,30 @@ def shards(at: ExpertsTensor, expert: int) -> list[Tensor]:
         local = _local(at, expert if routed.expert_map is None else int(routed.expert_map[expert])).contiguous()
         if get_tensor_model_parallel_world_size() == 1:
             return [local]
-        return list(tensor_model_parallel_all_gather(local[None], 0).unbind())
+        gathered = tensor_model_parallel_all_gather(_gatherable(local)[None], 0)
+        return list(gathered.to(local.dtype).unbind())
     # The map that the kernel uses, not that of the loader: a map that changed in between must show.
     owners = get_ep_group().all_gather(routed.expert_map[expert : expert + 1].contiguous(), 0).tolist()
     owner = max(range(len(owners)), key=owners.__getitem__)
     matrix = _local(at, max(owners[get_ep_group().rank_in_group], 0)).contiguous()
     if owners[owner] < 0:
         matrix = torch.zeros_like(matrix)  # no rank computes this expert
-    return [get_ep_group().broadcast(matrix, src=owner)]
+    return [get_ep_group().broadcast(_gatherable(matrix), src=owner).to(matrix.dtype)]
+
+
+def _gatherable(matrix: Tensor) -> Tensor:
+    """The matrix; fp8 as bf16, which represents all its values, because vLLM cannot send fp8 on a CPU."""
+    return matrix.bfloat16() if matrix.itemsize == 1 else matrix
 
 
 def _local(at: ExpertsTensor, expert: int) -> Tensor:
-    """This rank's part of its expert, without padding: `[2·I/tp, H]` of w13 or `[H, I/tp]` of w2, or their biases."""
+    """This rank's part of its expert, without padding: `[2·I/tp, H]` of w13 or `[H, I/tp]` of w2, biases or scales."""
     routed, name = at.module, at.name
     moe = routed.moe_config
     hidden, part = moe.hidden_dim_unpadded, moe.intermediate_size_per_partition_unpadded
+    if isinstance(routed.quant_method, BlockExperts):
+        stored: Tensor = getattr(routed, at.parameter)[expert]
+        return stored.clone()  # a broadcast writes into its argument
     if name.parameter == "bias":
         # The kernel has its own reference, which an update could leave behind.
         kernel = routed.quant_method.moe_kernel.fused_experts

@@ -44,7 +44,7 @@ from roll_core.spec.fp8 import BLOCK
 from roll_infer_vllm import experts
 from roll_infer_vllm.shuffles import learned
 from roll_modeling.comparing import SIDES
-from roll_modeling.engine_experts import ExpertName
+from roll_modeling.engine_experts import SCALE, ExpertName
 from roll_modeling.engine_weights import ExpertsTensor, LoadedModel, LoadedTensor
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 ROWS = 256
 """Number of rows of the identity per multiplication."""
-BLOCK_SCALE = "weight_scale_inv"
-"""Parameter with the scales of an fp8 matrix per block, see `roll_infer_vllm.fp8`."""
 UNREADABLE = "_roll_unreadable"
 """Attribute of the model: by name, flat indices and values of the elements that a multiplication does not reproduce."""
 SPARSE_BLOCK = ".block_sparse_moe."
@@ -96,7 +94,7 @@ class VllmTensor(LoadedTensor):
             rows //= module.num_kv_head_replicas
         if self.parameter == "weight" and len(local) == 3:  # a convolution
             return (rows, *local[1:])
-        if self.parameter == BLOCK_SCALE:
+        if self.parameter == SCALE:
             return -(-rows // BLOCK), -(-module.input_size // BLOCK)
         columns = {"weight": (module.input_size,), "weight_scale": (1,)}
         return (rows, *columns.get(self.parameter, ()))
@@ -170,7 +168,7 @@ class VllmModel(LoadedModel):
         elif id(module) in self._latent and at.parameter == "weight":
             local = _as_absorbed(self._latent[id(module)], local)
         if at.parts:
-            height = BLOCK if at.parameter == BLOCK_SCALE else 1
+            height = BLOCK if at.parameter == SCALE else 1
             sizes = [-(-size // module.tp_size // height) for size in (*at.before, *at.parts)]
             parts = local[: sum(sizes)].split(sizes)[len(at.before) :]
             whole = torch.cat([_gathered(module, at, part) for part in parts])
@@ -349,7 +347,7 @@ def _gathered(module: Any, at: VllmTensor, local: Tensor) -> Tensor:
     if size == 1 or not isinstance(module, LinearBase):
         return local
     if isinstance(module, RowParallelLinear):
-        return _all_gathered(local, 1) if at.parameter in ("weight", BLOCK_SCALE) else local
+        return _all_gathered(local, 1) if at.parameter in ("weight", SCALE) else local
     if not isinstance(module, ColumnParallelLinear):
         return local
     rows = _all_gathered(local.contiguous(), 0)

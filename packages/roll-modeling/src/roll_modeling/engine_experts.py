@@ -9,6 +9,9 @@ w2_weight  [E_local, H, I/tp]            experts.down_proj [E, H, I]            
 
 E experts, H hidden size, I intermediate size of an expert. Mixtral's files name gate, up and down w1, w3 and w2.
 gpt-oss has the transposed tensors, with rows of gate and up in turn, and biases (`gate_up_proj_bias [E, 2·I]`).
+
+In fp8 (`roll_core.spec.fp8`) each of them is followed by its scales, with a row and a column per 128 of the matrix:
+`w13_weight_scale_inv`, `experts.gate_up_proj_scale_inv`, `experts.7.gate_proj.weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from roll_core.spec.fp8 import BLOCK
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 
 GATE, UP = 0, 1
 """Parts of w13."""
+SCALE = "weight_scale_inv"
+"""Parameter with the scales of fp8 blocks."""
 _PROJECTIONS: dict[str, tuple[Literal["w13", "w2"], int | None]] = {
     "gate_up_proj": ("w13", None),
     "gate_proj": ("w13", GATE),
@@ -63,11 +70,11 @@ class ExpertName:
             return None
         found = match.groupdict()
         matrix, part = _PROJECTIONS[found["projection"]]
-        expert = found.get("expert")
+        expert, parameter = found.get("expert"), found["parameter"] or "weight"
         return cls(
             path=found["path"],
             matrix=matrix,
-            parameter=found["parameter"] or "weight",
+            parameter=SCALE if parameter == "scale_inv" else parameter,
             part=part,
             expert=None if expert is None else int(expert),
         )
@@ -94,6 +101,8 @@ class ExpertLayout:
         """Shape of the Hugging Face tensor."""
         rows = self.hidden if name.matrix == "w2" else self.intermediate * (2 if name.part is None else 1)
         columns = self.intermediate if name.matrix == "w2" else self.hidden
+        if name.parameter == SCALE:
+            rows, columns = -(-rows // BLOCK), -(-columns // BLOCK)
         one = (rows,) if name.parameter == "bias" else (columns, rows) if self.transposed else (rows, columns)
         return one if name.expert is not None else (self.num_experts, *one)
 
@@ -105,7 +114,7 @@ class ExpertLayout:
         """The Hugging Face tensor of one expert, from the engine's shards of its matrix by tensor parallel rank.
 
         Shards have the engine's form: `[2·I/tp, H]` of w13, `[H, I/tp]` of w2; biases `[2·I/tp]`, and `[H]` of which
-        the first rank's is the bias.
+        the first rank's is the bias. Scales have the form of their matrix; no block spans gate and up, or two ranks.
         """
         if name.matrix == "w2":
             whole = shards[0] if name.parameter == "bias" else torch.cat(list(shards), dim=1)
