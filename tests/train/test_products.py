@@ -70,6 +70,15 @@ def test_gradients_equal_those_of_torchs_linear(shape, with_bias):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_the_result_can_be_changed_in_place():
+    x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    for rows in (x, x[0]):
+        result = Linear.apply(rows, weight, None)
+        result += 1
+        result.sum().backward()
+    torch.testing.assert_close(x.grad[1], weight.sum(dim=0).expand(3, 8))
+
+
 def test_a_frozen_weight_gets_no_gradient():
     weight = torch.randn(LARGE)
     x = torch.randn(3, LARGE[1], requires_grad=True)

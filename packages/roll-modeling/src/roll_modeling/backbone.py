@@ -112,7 +112,7 @@ class Backbone:
     ) -> Tensor:
         more = -len(tokens_T) % context.multiple
         if more:
-            tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(more)])
+            tokens_T = torch.cat([tokens_T, tokens_T[:1].expand(more)])
             positions_T = torch.cat([positions_T, torch.arange(more, device=positions_T.device)])
             lengths = (*lengths, more)
         mine = context.part(len(tokens_T)).to(tokens_T.device)
@@ -121,13 +121,16 @@ class Backbone:
     def _with_spare(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, Tensor, Sequence[int]]:
-        """On the host in float32, append one sequence of token 0 to reach `padded_rows` tokens."""
+        """On the host in float32, append one sequence to reach `padded_rows` tokens.
+
+        It repeats the first token. Token 0 may be the padding, whose embedding is zero: Gemma 3n divides by its norm.
+        """
         weight = next(self.model.parameters())
         on_host = weight.device.type == "cpu" and weight.dtype == torch.float32
         more = padded_rows(len(tokens_T)) - len(tokens_T)
         if not on_host or self.replay is not None or more == 0:
             return tokens_T, positions_T, lengths
-        tokens_T = torch.cat([tokens_T, tokens_T.new_zeros(more)])
+        tokens_T = torch.cat([tokens_T, tokens_T[:1].expand(more)])
         return tokens_T, torch.cat([positions_T, torch.arange(more)]), (*lengths, more)
 
     def _flat(self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout) -> Tensor:
@@ -181,7 +184,7 @@ class Backbone:
         """Rows begin at position 0, which is every architecture's default."""
         longest = max(lengths)
         places_T = _places(lengths).to(tokens_T.device)
-        tokens_SL = tokens_T.new_zeros(len(lengths) * longest).index_copy(0, places_T, tokens_T)
+        tokens_SL = tokens_T[:1].repeat(len(lengths) * longest).index_copy(0, places_T, tokens_T)
         mask_SL = torch.zeros_like(tokens_SL).index_fill(0, places_T, 1)
         more: dict[str, Tensor] = {}
         if self.rope.needed:

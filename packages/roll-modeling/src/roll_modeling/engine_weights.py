@@ -348,7 +348,7 @@ def _as_sent(loaded: Tensor, dtype: torch.dtype) -> Tensor:
     """
     import torch
 
-    if loaded.dtype == dtype:
+    if loaded.itemsize <= dtype.itemsize:
         return loaded
     sent = loaded.to(dtype)
     return sent if torch.equal(sent.to(loaded.dtype), loaded) else loaded

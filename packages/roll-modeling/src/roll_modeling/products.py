@@ -71,7 +71,9 @@ class Linear(torch.autograd.Function):
         """Map `[..., I]` to `[..., O]`."""
         ctx.save_for_backward(x, weight_OI)
         found = linear(x.reshape(-1, x.shape[-1]), weight_OI, bias_O)
-        return found.view(*x.shape[:-1], len(weight_OI))
+        # As torch's own linear: autograd refuses changes in place of a custom function's view (Gemma 3n adds to one).
+        result: Tensor = torch.ops.aten._unsafe_view(found, [*x.shape[:-1], len(weight_OI)])
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
