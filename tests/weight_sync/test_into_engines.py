@@ -76,20 +76,26 @@ async def into_vllm(process, tensors, monkeypatch):
 
 
 async def into_sglang(process, tensors, monkeypatch):
-    SglangProcesses = pytest.importorskip("roll_infer_sglang.processes").SglangProcesses
+    processes = pytest.importorskip("roll_infer_sglang.processes")
+    monkeypatch.setattr(processes, "has_update_sessions", lambda: True)
+    sessions = []
 
     class Server:
         async def request(self, path, body):
+            if path.endswith("_weight_update"):
+                sessions.append(path)
+                return
             ((message, _),) = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
             message = json.loads(message)
             done = {"load": process.load, "open": process.open}[message["action"]](message["argument"])
             (Path(message["results"]) / "0").write_text(json.dumps({"done": done}))
 
     who = "actor_infer rank 0"
-    weights = ModelWeights(SglangProcesses(Server(), who, 1), 256, ("cpu",))
+    weights = ModelWeights(processes.SglangProcesses(Server(), who, 1), 256, ("cpu",))
     try:
         await weights.load(Incoming(who, MANIFEST, iter(tensors.items())))
     finally:
+        assert sessions == ["/begin_weight_update", "/end_weight_update"]
         left = weights.writer._memory
         weights.close()
     return left

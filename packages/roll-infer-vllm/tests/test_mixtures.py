@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -334,6 +333,7 @@ def test_faults_of_one_of_two_ranks_are_found(monkeypatch):
     """With expert parallelism, which vLLM can load and read on a CPU, but not compute with."""
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     monkeypatch.setattr("roll_infer_vllm.launch._check_expert_parallel", lambda *args: None)
+    cloudpickle = pytest.importorskip("cloudpickle")  # comes with vLLM
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     live = start(mixture("qwen3_moe"), EXPERT_PARALLEL)
 

@@ -226,15 +226,14 @@ def test_the_teachers_engine_has_the_teachers_model(loaded):
 
 
 def test_the_engine_of_a_served_teacher_is_not_checked_with_the_students_model(loaded):
-    """vLLM receives no weights of mixtures of experts, but it loads them."""
+    """vLLM refuses expert parallelism for a dense model."""
     experts = {"random_init": {"model_type": "qwen3_moe", "num_experts": 8}}
-    engine = {"strategy_args": {"strategy_name": "vllm"}, "device_mapping": [0]}
-    student = ROLE | {"strategy_args": {"strategy_name": "hf_train"}, "data_args": {"file_name": "rows.jsonl"}}
-    given = {"actor_train": student | {"model_args": experts}, "served_teachers": {"main": engine | ROLE}}
-    loaded(**SERVED | given)
-    loaded(**SERVED | given | {"served_teachers": {"main": engine | {"model_args": experts}}})
+    strategy = {"strategy_name": "vllm", "strategy_config": {"enable_expert_parallel": True}}
+    engine = {"strategy_args": strategy, "device_mapping": [0]}
+    teachers = {"served_teachers": {"main": engine | {"model_args": experts}}}
+    loaded(**SERVED | teachers)
     with pytest.raises(ConfigError) as caught:
-        loaded(**SERVED | given | {"actor_infer": engine})
+        loaded(**SERVED | teachers | {"actor_infer": engine})
     assert [each.key for each in caught.value.problems] == ["actor_infer.strategy_args.strategy_config"]
 
 
