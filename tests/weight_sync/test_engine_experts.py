@@ -157,9 +157,9 @@ def test_an_update_must_cover_every_expert_under_either_names(dropped, missing):
 
 
 class Experts(LoadedModel):
-    """One process with all experts, in bfloat16 held as float32."""
+    """One process with all experts of a bfloat16 model, held as float32."""
 
-    device, rank = "cpu", 0
+    device, rank, dtype = "cpu", 0, torch.bfloat16
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -192,6 +192,13 @@ def test_a_value_that_the_sent_dtype_does_not_have_is_not_rounded_to_it():
     wider = sent.float()
     wider[1, 2, 3] *= 1 + 2**-20
     assert Experts(wider).act("digest", [(f"{PATH}.down_proj", "BF16", "")]) != {f"{PATH}.down_proj": digest(sent)}
+
+
+def test_a_model_in_float32_is_digested_in_float32():
+    sent = torch.randn(E, H, I).bfloat16()
+    name, experts = f"{PATH}.down_proj", Experts(sent)
+    experts.dtype = torch.float32
+    assert experts.act("digest", [(name, "BF16", "")]) == {name: digest(sent.float())}
 
 
 @given(

@@ -27,7 +27,7 @@ class Location(NamedTuple):
 class Process(LoadedModel):
     """A process that has the tensors of `names`; all processes know every name of the model."""
 
-    device = "cpu"
+    device, dtype = "cpu", torch.float32
 
     def __init__(self, rank, names):
         self.rank = rank

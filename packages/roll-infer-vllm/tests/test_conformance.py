@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import psutil
+import pytest
 
 from roll_testing import InferStrategyConformance
 
@@ -17,3 +18,7 @@ class TestVllm(InferStrategyConformance):
     def processes(self, strategy):
         children = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
         return [each.pid for each in children if "EngineCore" in " ".join(each.cmdline())]
+
+    @pytest.mark.xfail(reason="on a CPU vLLM has its first runner; TestSecondRunner runs this test", strict=True)
+    def test_routed_experts_are_those_that_the_model_chooses(self, setup, fresh, tmp_path):
+        super().test_routed_experts_are_those_that_the_model_chooses(setup, fresh, tmp_path)

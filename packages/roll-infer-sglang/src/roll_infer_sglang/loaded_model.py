@@ -121,6 +121,7 @@ class SglangModel(LoadedModel):
     def __init__(self, model: Any) -> None:
         self._model = model
         self.device, self.rank = str(next(model.parameters()).device), int(get_parallel().tp_rank)
+        self.dtype = next(model.parameters()).dtype
 
     @override
     def locate(self, name: str) -> SglangTensor | ExpertsTensor:

@@ -106,6 +106,7 @@ class VllmModel(LoadedModel):
     def __init__(self, model: nn.Module, device: str) -> None:
         self._model = model
         self.device, self.rank = device, get_tensor_model_parallel_rank()
+        self.dtype = next(model.parameters()).dtype
         heads = [each for each in model.modules() if isinstance(each, ParallelLMHead) and hasattr(each, "cpu_linear")]
         self._heads: dict[int, Any] = {id(each.weight): each for each in heads}
         """Packed output layers, by the id of the weight that they were packed from."""

@@ -259,6 +259,8 @@ class LoadedModel(ABC):
     """Torch device of this process."""
     rank: int
     """Tensor parallel rank. Only rank 0 returns digests, of the gathered tensors."""
+    dtype: torch.dtype
+    """The model's dtype. Some tensors have a wider one, such as those of routers."""
 
     @abstractmethod
     def locate(self, name: str) -> EngineTensor | None:
@@ -332,26 +334,25 @@ class LoadedModel(ABC):
             at = self.locate(name)
             if at is None:
                 continue
-            pieces = (_as_sent(piece, torch_dtype(dtype)) for piece in self.pieces(name, at))
+            pieces = (self._as_sent(piece, torch_dtype(dtype)) for piece in self.pieces(name, at))
             if self.rank == 0:
                 digests.add_pieces(name, pieces, like)
             else:
                 deque(pieces, maxlen=0)
         return digests.read()
 
+    def _as_sent(self, loaded: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor in the dtype in which it was sent, if it is wider than this and the model, and values are exact.
 
-def _as_sent(loaded: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in the dtype in which it was sent, if the engine has it in a wider one and all values are exact.
+        A value that the sent dtype does not have is not the sent one: the tensor is then returned as it is, and its
+        digest differs. So does a tensor that was sent in another dtype than the model's.
+        """
+        import torch
 
-    Engines keep some tensors in float32 (routers). A value that the sent dtype does not have is not the sent one: the
-    tensor is then returned as it is, and its digest differs.
-    """
-    import torch
-
-    if loaded.itemsize <= dtype.itemsize:
-        return loaded
-    sent = loaded.to(dtype)
-    return sent if torch.equal(sent.to(loaded.dtype), loaded) else loaded
+        if loaded.dtype == self.dtype or loaded.itemsize <= dtype.itemsize:
+            return loaded
+        sent = loaded.to(dtype)
+        return sent if torch.equal(sent.to(loaded.dtype), loaded) else loaded
 
 
 def _merged(results: Iterable[Mapping[str, str]]) -> Mapping[str, str]:
