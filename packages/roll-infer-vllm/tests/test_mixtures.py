@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -361,3 +362,16 @@ def test_faults_of_one_of_two_ranks_are_found(monkeypatch):
             verify(*live.publish())
     finally:
         live.close()
+
+
+def test_vllm_still_needs_names_of_weight_loaders():
+    from vllm.model_executor.model_loader.reload.layerwise import _wrap_parameters_weight_loader
+
+    from roll_infer_vllm.workarounds import name_partial_loaders
+
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.weight_loader = partial(print)
+    with pytest.raises(AttributeError):
+        _wrap_parameters_weight_loader(layer)
+    name_partial_loaders(layer)
+    assert layer.weight.weight_loader.__name__ == "print"

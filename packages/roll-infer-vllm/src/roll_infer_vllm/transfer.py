@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll_infer_vllm import experts
 from roll_infer_vllm.loaded_model import VllmModel, remember_unreadable
-from roll_infer_vllm.workarounds import load_sinks, pack_experts_again, pack_tied_heads
+from roll_infer_vllm.workarounds import load_sinks, name_partial_loaders, pack_experts_again, pack_tied_heads
 from roll_modeling.buckets import BucketInfo, read_bucket
 from roll_modeling.engine_experts import ExpertName
 from roll_modeling.engine_weights import ExpertsTensor
@@ -57,6 +57,7 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
         self.failure = ""
         if self.device.type == "cpu":
             pack_experts_again(self.model)
+        name_partial_loaders(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +100,17 @@ def use_tempered_sampler(model_runner: Any) -> None:
     sampler.__class__ = TEMPERED[type(sampler)]  # the object has other owners, such as a rejection sampler
     if isinstance(sampler, SamplerV2):
         sampler.logprobs_mode = "processed_logprobs"  # of the logits that `sample` returns
+
+
+def name_partial_loaders(model: Any) -> None:
+    """Name weight loaders that are partial functions. vLLM's layerwise reload reads their `__name__`, which they lack.
+
+    MiniMax-M2 has such loaders.
+    """
+    for parameter in model.parameters():
+        loader: Any = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__dict__.setdefault("__name__", loader.func.__name__)
 
 
 def pack_tied_heads(model: Any) -> None:
