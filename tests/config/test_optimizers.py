@@ -29,7 +29,7 @@ def lion(parameters, training, beta: float = 0.9):
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_optimizers.py").write_text(textwrap.dedent(OWN))
+    (tmp_path / "own_optimizers.py").write_text(textwrap.dedent(OWN))
 
     def run(training, strategy="hf_train", more=""):
         (tmp_path / "run.yaml").write_text(SFT.format(training=training, strategy=strategy, more=more))
@@ -44,7 +44,7 @@ def check(tmp_path, monkeypatch):
         ("{optimizer: sgd, optimizer_kwargs: {momentum: 0.5}}", "hf_train"),
         ("{optimizer: muon}", "hf_train"),
         ("{optimizer: roll-core/sgd}", "fsdp2_train"),
-        ("{optimizer: 'my_optimizers:lion', optimizer_kwargs: {beta: 0.5}}", "hf_train"),
+        ("{optimizer: 'own_optimizers:lion', optimizer_kwargs: {beta: 0.5}}", "hf_train"),
         ("{optimizer: adamw}", "megatron_train"),
     ],
 )
@@ -62,8 +62,8 @@ def test_optimizers_pass_where_they_run(check, training, strategy):
         ("{optimizer: muon}", "fsdp2_train", "", "ROLL-C017", "optimizer", ["muon", "fsdp2_train", "hf_train"]),
         ("{optimizer: sgd}", "megatron_train", "", "ROLL-C017", "optimizer", ["sgd", "hf_train"]),
         ("{optimizer: sgd}", "hf_train", "portable_checkpoints: true", "ROLL-C017", "optimizer", ["sgd"]),
-        ("{optimizer: 'my_optimizers:nothing'}", "hf_train", "", "ROLL-C041", "optimizer", ["'nothing'"]),
-        ("{optimizer: 'my_optimizers:lion'}", "fsdp2_train", "", "ROLL-C017", "optimizer", ["fsdp2_train"]),
+        ("{optimizer: 'own_optimizers:nothing'}", "hf_train", "", "ROLL-C041", "optimizer", ["'nothing'"]),
+        ("{optimizer: 'own_optimizers:lion'}", "fsdp2_train", "", "ROLL-C017", "optimizer", ["fsdp2_train"]),
     ],
 )
 def test_a_mistake_is_located(check, training, strategy, more, code, key, facts):
