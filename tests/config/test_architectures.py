@@ -168,8 +168,29 @@ def test_what_other_versions_or_devices_may_do_is_a_warning(table):
 
 def test_a_type_without_a_row_was_never_tried(table):
     table({})
-    assert mentions(tried(model_type="qwen9"), "qwen9")
+    assert mentions(tried("start", model_type="qwen9"), "qwen9")
+    assert tried("lora", model_type="qwen9") is None
     assert check_tried({"model_type": "qwen9"}, "no_such_package") is None
+
+
+@pytest.mark.parametrize(("made", "mistakes"), [("999", 1), ("4.0", 0)])
+def test_the_lora_column_is_read_if_adapters_are_trained(here, monkeypatch, made, mistakes):
+    table = architectures.ModelTable(
+        made_with={"transformers": made}, models={"llama": {"forward": 2e-6, "lora": "no_adapters"}}
+    )
+    real = architectures.model_table
+    monkeypatch.setattr(architectures, "model_table", lambda name: table if name == "roll_strategy_hf" else real(name))
+    text = RANDOM.replace("TYPE}}", "llama}, lora_target: all-linear}").replace("STRATEGY", "hf_train")
+    problems = found(text)
+    assert [where[2] for where, _ in problems] == ["actor_train.model_args.lora_target"] * mistakes
+    assert all(mentions(message, "llama", "no_adapters") for _, message in problems)
+    if not mistakes:
+        warnings = load("run.yaml", (), load_registry(), needs=True).warnings
+        assert [each.key for each in warnings if "no_adapters" in each.message] == [
+            "actor_train.model_args.lora_target"
+        ]
+    assert found(text, "actor_train.model_args.lora_rank=0") == []
+    assert found(text, "~actor_train.model_args.lora_target") == []
 
 
 def test_warnings_about_models_are_at_the_key_that_names_them(here):

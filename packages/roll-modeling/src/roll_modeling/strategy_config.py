@@ -85,6 +85,10 @@ class HuggingFaceConfig(StrategyConfig):
         )
 
     @override
+    def check_adapters(self, keys: Mapping[str, Any]) -> str | None:
+        return check_tried(keys, type(self).__module__.partition(".")[0], "lora")
+
+    @override
     def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
         return key_problems(model_type, given)
 

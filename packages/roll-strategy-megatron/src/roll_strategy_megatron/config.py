@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeFloat, PositiveInt, StrategyConfig
 from roll_core.spec.platform import EnvVar
-from roll_modeling.architectures import NUMBER_OF_EXPERTS, has_experts
+from roll_modeling.architectures import NUMBER_OF_EXPERTS, check_tried, has_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -366,6 +366,20 @@ class MegatronConfig(StrategyConfig):
         asked += ["recompute_modules: [moe]"] if "moe" in (self.recompute_modules or ()) else []
         if asked and keys.get("model_type") in DENSE:
             raise ValueError(f"{asked[0]} is for models with experts; a {keys['model_type']} has none")
+
+    @override
+    def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
+        return self._check_tried(keys, "start", "forward", "step", "publish", "export")
+
+    @override
+    def check_adapters(self, keys: Mapping[str, Any]) -> str | None:
+        return self._check_tried(keys, "lora")
+
+    def _check_tried(self, keys: Mapping[str, Any], *columns: str) -> str | None:
+        """Read the package's table. `check_model` rejects the types that the bridge does not have."""
+        return (
+            check_tried(keys, __name__.partition(".")[0], *columns) if keys.get("model_type") in ARCHITECTURES else None
+        )
 
     def _check_biased_experts(self, model_type: object) -> None:
         if model_type in BIASED_EXPERTS and (self.expert_tensor_parallel_size or self.tensor_model_parallel_size) > 1:

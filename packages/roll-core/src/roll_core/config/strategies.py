@@ -403,9 +403,9 @@ class StrategyCheck:
         """
         if not self.parts.check_needs:
             return
-        role, here = ".".join(self.path), self.parts.runs_here(self.role)
+        here = self.parts.runs_here(self.role)
         if not here:
-            self.parts.unchecked.setdefault("its workers run in another environment", []).append(role)
+            self.parts.unchecked.setdefault("its workers run in another environment", []).append(".".join(self.path))
         given = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
         model = given if isinstance(given, dict) else {}
         at: KeyPath = ("pretrain",)
@@ -413,17 +413,26 @@ class StrategyCheck:
             at = (*source, "model_args", "random_init", "model_type")
         elif "model_name_or_path" in model:
             at = (*source, "model_args", "model_name_or_path")
+        if not self._supports(self.strategy.check_architecture, keys, at):
+            return
+        if self.worker.kind == "train" and _trains_adapters(model):
+            self._supports(self.strategy.check_adapters, keys, (*source, "model_args", "lora_target"))
+        if here:
+            self._check_keys((*source, "model_args"), model, keys)
+
+    def _supports(self, check: Callable[[Mapping[str, Any]], str | None], keys: Mapping[str, Any], at: KeyPath) -> bool:
+        """Report what `check` says about the model of `keys` at a key of the config. False after a mistake."""
+        role = ".".join(self.path)
         try:
-            warning = self.strategy.check_architecture(keys)
+            warning = check(keys)
         except ValueError as error:
-            if here:
+            if self.parts.runs_here(self.role):
                 self.report(at, f"{self.provider.name} of {role}: {error}", code="ROLL-C018")
-                return
+                return False
             warning = str(error)
         if warning:
             self.parts.model_warnings.setdefault((at, warning), []).append(f"{self.provider.name} of {role}")
-        if here:
-            self._check_keys((*source, "model_args"), model, keys)
+        return True
 
     def _check_keys(self, path: KeyPath, model: dict[Any, Any], keys: Mapping[str, Any]) -> None:
         """Report the mistakes in keys of the model's config that `model_args`, at `path`, set."""

@@ -170,6 +170,11 @@ class StrategyConfig(Config):
         """
         return None
 
+    def check_adapters(self, keys: Mapping[str, Any]) -> str | None:
+        """Train strategies: as `check_architecture`, for adapters on a model of this architecture. Called after it if
+        the role trains adapters (LoRA)."""
+        return None
+
     def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
         """Mistakes in `given`, keys of a transformers config that the run's config sets, each with its reason. Called
         where `check_architecture` is."""
