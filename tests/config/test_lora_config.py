@@ -1,5 +1,6 @@
 """Adapters in a config: what switches them on, which strategies may have them, and when a reference is needed."""
 
+import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -72,10 +73,10 @@ def registry():
 def read(tmp_path, registry):
     """The config that a text and overrides give."""
 
-    def read(text, *overrides):
+    def read(text, *overrides, needs=False):
         path = tmp_path / "run.yaml"
         path.write_text(text.lstrip(), encoding="utf-8")
-        return load(path, list(overrides), registry).config
+        return load(path, list(overrides), registry, needs=needs).config
 
     return read
 
@@ -98,7 +99,8 @@ def test_targets_are_names_in_any_form_or_a_regular_expression(read, written, ta
 def test_every_key_arrives(read):
     keys = (
         "lora_rank: 4, lora_alpha: 6, additional_target: 'lm_head, norm', lora_export: adapter, use_rslora: true,"
-        " rank_pattern: {q_proj: 2}, alpha_pattern: {'0.*q_proj': 3}, target_parameters: [experts.down_proj]"
+        " rank_pattern: {q_proj: 2}, alpha_pattern: {'0.*q_proj': 3}, target_parameters: [experts.down_proj],"
+        " load_in_4bit: true"
     )
     text = SFT.replace("model_args:\n    lora_target: all-linear", f"model_args: {{lora_target: [q_proj], {keys}}}")
     expected = LoraSpec(
@@ -110,6 +112,7 @@ def test_every_key_arrives(read):
         use_rslora=True,
         parameters=("experts.down_proj",),
         extra_modules=("lm_head", "norm"),
+        load_in_4bit=True,
         export="adapter",
     )
     assert lora_spec(read(text).sft_train.model_args) == expected
@@ -157,12 +160,13 @@ def test_an_engine_that_asks_for_adapters_is_refused_where_nobody_trains_any(rea
     [
         "actor_train.model_args.additional_target=[norm]",
         "actor_train.model_args.use_dora=true",
+        "actor_train.model_args.load_in_4bit=true",
         "actor_train.model_args.target_parameters=[experts.down_proj]",
         "actor_train.model_args.lora_target=[q_proj, model.embed_tokens]",
         "~actor_train.model_args",
         "actor_train.strategy_args.strategy_name=merged_train",
     ],
-    ids=["whole weights beside them", "DoRA", "experts", "embeddings", "only the critic's", "no export"],
+    ids=["whole weights beside them", "DoRA", "4 bits", "experts", "embeddings", "only the critic's", "no export"],
 )
 def test_an_engine_that_asks_for_adapters_is_refused_where_the_policy_sends_none(read, override):
     text = RLVR.replace("hf_infer}", "hf_infer, strategy_config: {enable_lora: true}}").replace(
@@ -193,7 +197,7 @@ def test_an_engine_that_only_evaluates_gets_adapters_or_is_refused(read, registr
 @pytest.mark.parametrize("size", ["tensor_model_parallel_size", "ep_size"])
 def test_adapters_that_need_whole_weights_are_refused_on_shards(read, size):
     text = SFT.replace("hf_train}", f"fsdp2_train, strategy_config: {{{size}: 2}}}}\n  device_mapping: [0, 1]")
-    for key in ("use_dora=true", "target_parameters=experts.down_proj"):
+    for key in ("use_dora=true", "target_parameters=experts.down_proj", "load_in_4bit=true"):
         if (size, key) == ("ep_size", "use_dora=true"):
             read(text, f"sft_train.model_args.{key}")
             continue
@@ -205,6 +209,26 @@ def test_adapters_that_need_whole_weights_are_refused_on_shards(read, size):
 def test_adapters_that_megatron_has_not_are_refused(read, key):
     with raises_error("ROLL-C018", key="sft_train.strategy_args.strategy_config"):
         read(SFT.replace("hf_train", "megatron_train"), f"sft_train.model_args.{key}")
+
+
+def test_4_bits_are_refused_without_a_strategy_or_a_library_for_them(read, monkeypatch):
+    at = "sft_train.model_args.load_in_4bit"
+    for name in ("megatron_train", "merged_train"):
+        with raises_error("ROLL-C017", name, "hf_train", "fsdp2_train", key=at):
+            read(SFT.replace("hf_train", name), f"{at}=true")
+        read(SFT.replace("hf_train", name), f"{at}=true", "sft_train.model_args.lora_rank=0")
+    with raises_error("ROLL-C014", "load_in_4bit", "lora_target", key="sft_train.model_args"):
+        read(SFT, f"{at}=true", "sft_train.model_args.lora_target=null")
+    with raises_error("ROLL-C014", "load_in_4bit", "use_dora", key="sft_train.model_args"):
+        read(SFT, f"{at}=true", "sft_train.model_args.use_dora=true")
+    with raises_error("ROLL-C018", "load_in_4bit", "torch_compile", key="sft_train.strategy_args.strategy_config"):
+        read(SFT, f"{at}=true", "sft_train.strategy_args.strategy_config.torch_compile=true")
+    read(SFT, f"{at}=true")
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else real(name))
+    read(SFT, f"{at}=true")
+    with raises_error("ROLL-C017", "bitsandbytes", "roll-modeling[qlora]", key=at):
+        read(SFT, f"{at}=true", needs=True)
 
 
 @pytest.mark.parametrize("role", ["actor_infer", "reference"])

@@ -52,6 +52,15 @@ def test_adapters_have_the_gradients(planned, num_parameters):
     assert amounts(trainer, "backward", "gradients", "optimizer") == 12 * adapters
 
 
+def test_frozen_layers_in_4_bits_take_4_and_a_half(planned, num_parameters):
+    keys = "lora_target=[q_proj,v_proj]", "lora_rank=3", "load_in_4bit=true", "additional_target=[o_proj]"
+    trainer = role(planned(*(f"actor_train.model_args.{key}" for key in keys)), "actor_train")
+    adapters = 2 * 3 * ((64 + 64) + (64 + 32))
+    packed = 2 * (64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)
+    weights = 4 * (num_parameters + adapters - packed) + packed * 9 // 16
+    assert amounts(trainer, "backward", "weights") == weights
+
+
 def test_adapters_of_every_kind_are_counted(planned, num_parameters):
     keys = "lora_target=[q_proj,embed_tokens]", "lora_rank=3", "rank_pattern.q_proj=5", "use_dora=true"
     trainer = role(planned(*(f"actor_train.model_args.{key}" for key in keys)), "actor_train")

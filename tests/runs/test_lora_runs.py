@@ -100,6 +100,27 @@ def test_a_resumed_run_of_adapters_equals_the_uninterrupted_one_bit_for_bit(runs
     assert not any("base_layer" in name or "embed_tokens" in name for name in saved)
 
 
+def test_a_base_model_in_4_bits_learns_and_resumes_bit_for_bit(local_runs):
+    runs = local_runs
+
+    def config(**more):
+        return with_lora(runs.rlvr(guards=EVERY_STEP, **KL, **more), load_in_4bit=True)
+
+    whole = runs.ok(config(exp_name="whole", save_steps=1, max_steps=2))
+    lines = runs.metrics(whole)
+    # The engine computes with merged weights, the trainer with the quantized base model and the adapters.
+    assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
+    assert lines[-1]["actor/grad_norm"] > 0
+    checkpoint = whole.run_dir.checkpoints / "step-1"
+    second = runs.ok(config(exp_name="resumed", resume_from_checkpoint=str(checkpoint), max_steps=2))
+    assert runs.timeless(second)[1:] == runs.timeless(whole)[1:]
+    one, other = (load_file(each.run_dir.export / "model.safetensors") for each in (whole, second))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(each.dtype == torch.float32 for each in one.values())
+
+
 def test_steps_that_change_no_merged_weight_are_found(local_runs):
     config = with_lora(local_runs.rlvr())
     config["actor_train"]["training_args"]["learning_rate"] = 0.0

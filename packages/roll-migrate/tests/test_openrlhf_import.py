@@ -448,6 +448,12 @@ def test_every_flag_of_a_script_is_reported_once_at_its_place(name, registry):
         (f"{BASE} --actor.max_norm 0.5 --critic.max_norm 2", "critic.max_norm", "unsupported", {"max_grad_norm": 0.5}),
         (f"{BASE} --max_norm 0.5", "max_norm", "renamed", {"max_grad_norm": 0.5}),
         (f"{BASE} --eval.steps 5", "eval.steps", "not needed", {"eval_steps": 0}),
+        (
+            f"{BASE} --ds.lora.rank 8 --ds.load_in_4bit",
+            "ds.load_in_4bit",
+            "changed",
+            {"actor_train.model_args.load_in_4bit": True},
+        ),
         (f"{BASE} --ds.lora.alpha 8", "ds.lora.alpha", "not needed", {"actor_train.model_args.lora_alpha": None}),
         (f"{BASE} --train.enable_ema", "train.enable_ema", "unsupported", {}),
         (f"{BASE} --train.num_episodes 2", "train.num_episodes", "unsupported", {"max_steps": "???"}),

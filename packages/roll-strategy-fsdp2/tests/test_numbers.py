@@ -84,6 +84,17 @@ JOBS = {
     "adapters of fused experts and embeddings, ranks by pattern, checkpointed": Job(
         world_size=2, model={"random_init": MOE, "lora": FUSED, "gradient_checkpointing": True}
     ),
+    "adapters, 4 bits": Job(world_size=2, model={"lora": replace(LORA, load_in_4bit=True)}),
+    "adapters, 4 bits, 2 x 2, bf16, checkpointed": Job(
+        world_size=4,
+        config={"fsdp_size": 2, "reshard_after_forward": False},
+        model={"lora": replace(LORA, load_in_4bit=True), "dtype": "bf16", "gradient_checkpointing": True},
+    ),
+    "adapters, 4 bits, on the host, checkpointed": Job(
+        world_size=2,
+        config={"offload_policy": True},
+        model={"lora": replace(LORA, load_in_4bit=True), "gradient_checkpointing": True},
+    ),
     "DoRA": Job(world_size=2, model={"lora": replace(LORA, use_dora=True, use_rslora=True)}),
     "DoRA, bf16, checkpointed": Job(
         world_size=2, model={"lora": replace(LORA, use_dora=True), "dtype": "bf16", "gradient_checkpointing": True}
@@ -207,6 +218,7 @@ OFTEN = {
     "reduced each time",
     "on the host",
     "adapters, 2 x 2, and whole modules",
+    "adapters, 4 bits",
     "reward",
     "bf16",
     "tensor 2, 2 x 2, tied, checkpointed",

@@ -72,6 +72,7 @@ def saved(ranks, tmp_path_factory):
         pytest.param(BF16, True, id="bf16, meanwhile"),
         pytest.param({"lora": LORA}, False, id="adapters, at once"),
         pytest.param({"lora": LORA}, True, id="adapters, meanwhile", marks=pytest.mark.slow),
+        pytest.param({"lora": replace(LORA, load_in_4bit=True)}, False, id="adapters, 4 bits", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("done", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -250,6 +250,16 @@ def _lora(name: str) -> KeyRule:
     return change(f"→ `model_args.{name}`", convert, nested=True)
 
 
+def _load_in_4bit(value: Any, key: Key) -> Outcome:
+    if not value:
+        return Outcome("not needed", (), "models are not quantized")
+    if not has_lora(key.source):
+        note = "only models below adapters are quantized; left in the config, which `check` rejects"
+        return Outcome("unsupported", ((key.path, value),), note)
+    target = dotted(f"{POLICY[key.source[TRAINER]]}.model_args.load_in_4bit")
+    return Outcome("changed", ((target, True),), "needs strategy_name: fsdp2_train; scales are not quantized too")
+
+
 # -- values: algorithm -------------------------------------------------------------------------------------------------
 
 ESTIMATORS: dict[str, dict[str, Any]] = {
@@ -564,7 +574,7 @@ def _common(model: str) -> Table:
         ),
         "ds.param_dtype": change("→ `model_args.dtype`", _dtype),
         "ds.grad_accum_dtype": refused("gradients accumulate in fp32", "fp32"),
-        "ds.load_in_4bit": refused("models are not quantized in training"),
+        "ds.load_in_4bit": change("→ `model_args.load_in_4bit` with LoRA, otherwise rejected", _load_in_4bit),
         "ds.lora.rank": _lora("lora_rank"),
         "ds.lora.alpha": _lora("lora_alpha"),
         "ds.lora.target_modules": _lora("lora_target"),

@@ -57,16 +57,17 @@ def fuse(model: nn.Module) -> int:
     dtypes = elementwise.DTYPES if compiled else (torch.float32,)
     if parameter.device.type != "cpu" or parameter.dtype not in dtypes:
         return 0
-    return sum(_replace(module) or (compiled and _replace_rotary(module)) for module in model.modules())
+    dtype = parameter.dtype
+    return sum(_replace(module, dtype) or (compiled and _replace_rotary(module, dtype)) for module in model.modules())
 
 
 @torch.no_grad()
-def _replace(module: Any) -> bool:
+def _replace(module: Any, model_dtype: torch.dtype) -> bool:
     replacement = _rms_norm_of(module) or _gated_mlp_of(module) or _linear_of(module)
     if replacement is None or "forward" in vars(module):
         return False
     size, forward = replacement
-    dtype = next(module.parameters()).dtype
+    dtype = _dtype_of(module, model_dtype)
     relative, absolute = TOLERANCES.get(dtype, (0.0, 0.0))
     probe = torch.linspace(-3.0, 3.0, 3 * size).view(1, 3, size).to(dtype)
     expected, found = module(probe), forward(probe)
@@ -78,7 +79,7 @@ def _replace(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _replace_rotary(module: Any) -> bool:
+def _replace_rotary(module: Any, model_dtype: torch.dtype) -> bool:
     """Replace the function that an attention module's `forward` calls for its rotary embedding, in this module only."""
     forward = whole = type(module).forward
     while getattr(forward, "__globals__", {}).get("__name__") == RENAMING:
@@ -96,7 +97,7 @@ def _replace_rotary(module: Any) -> bool:
         tables = cos[0].contiguous(), sin[0].contiguous()
         return _Rotary.apply(q, *tables), _Rotary.apply(k, *tables)  # type: ignore[no-untyped-call]
 
-    dtype = next(module.parameters()).dtype
+    dtype = _dtype_of(module, model_dtype)
     q, k, cos, sin = torch.linspace(-3.0, 3.0, 4 * 3 * 16).view(4, 1, 1, 3, 16).to(dtype)
     try:
         expected = plain(q, k, cos[0], sin[0])
@@ -114,6 +115,12 @@ def _replace_rotary(module: Any) -> bool:
 
     module.forward = MethodType(own if forward is whole else renamed, module)
     return True
+
+
+def _dtype_of(module: nn.Module, model_dtype: torch.dtype) -> torch.dtype:
+    """Dtype of a module's inputs: that of its first parameter, or of the model if this parameter is quantized."""
+    dtype = next(module.parameters()).dtype
+    return dtype if dtype.is_floating_point else model_dtype
 
 
 def _rms_norm_of(module: Any) -> Replacement | None:

@@ -33,8 +33,9 @@ from torch.func import functional_call
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError, WeightSyncError, one_line
 from roll_core.spec.model import pattern_key
 from roll_core.spec.weights import digest
-from roll_modeling.model import empty_model, load_tokenizer, quiet, scalar_head, text_parts
+from roll_modeling.model import empty_model, load_tokenizer, moved, quiet, scalar_head, text_parts
 from roll_modeling.module_programs import model_library
+from roll_modeling.quantization import dequantized, quant_states, quantize_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,15 +74,18 @@ KERNEL_LAYERS = frozenset({"x_proj", "dt_proj", "out_proj"})
 """Layers of a state-space mixer (Mamba) that its kernels do not call."""
 
 
-def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
+def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, device: str = "cpu") -> Adapters:
     """Add the adapters of `spec.lora` to `model`, and freeze all other parameters.
 
     One factor is sampled with `spec.seed` and the other is 0, so the model's outputs do not change. Adapters are
-    float32 for every dtype of the model. Raises `ModelError`, naming the nearest modules, for targets that the model
-    does not have, and `UnsupportedError` for a spec without adapters.
+    float32 for every dtype of the model. With `load_in_4bit`, frozen linear layers are quantized, and the model moves
+    to `device`. Raises `ModelError`, naming the nearest modules, for targets that the model does not have, and
+    `UnsupportedError` for a spec without adapters.
     """
     if spec.lora is None:
         raise UnsupportedError("the model's spec has no adapters")
+    if spec.lora.load_in_4bit and spec.library:
+        raise UnsupportedError("load_in_4bit quantizes only models of transformers: remove it")
     from peft import LoraConfig, inject_adapter_in_model
 
     extra = _extra_modules(model, spec)
@@ -90,6 +94,12 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
     _refuse_tied(model, [*targets, *extra])
     _check_patterns(spec.lora, [*targets, *parameters])
     names = [name for name, _ in model.named_parameters()]
+    base_digest = ""
+    if spec.lora.load_in_4bit:
+        base_digest = weights_digest(model.named_parameters())
+        frozen = target_layers(model, replace(spec.lora, targets=("all-linear",)), extra)
+        quantize_linears(model, frozen, device)
+        moved(model, device)
     config = LoraConfig(
         base_model_name_or_path=spec.path,
         r=spec.lora.rank,
@@ -118,7 +128,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec) -> Adapters:
         except ValueError as error:
             raise ModelError(f"lora_target: peft cannot adapt {type(model).__name__}: {one_line(error)}") from error
     model.eval()
-    adapters = Adapters(model, spec, config, names)
+    adapters = Adapters(model, spec, config, names, base_digest)
     for name, parameter in adapters.trained().items():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
@@ -161,14 +171,18 @@ def _keeping_gradient_flags(model: nn.Module) -> Iterator[None]:
 class Adapters:
     """Adapters of one model."""
 
-    def __init__(self, model: PreTrainedModel, spec: ModelSpec, config: Any, names: Iterable[str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, spec: ModelSpec, config: Any, names: Iterable[str], base_digest: str = ""
+    ) -> None:
         """`config` is the exported `LoraConfig` of peft, `names` those of the parameters before `model` got adapters.
+
+        `base_digest` is the digest of these parameters, which is required if they were quantized.
 
         Raises `UnsupportedError` for `lora_export: adapter` if peft would not load the adapters.
         """
         self.model, self._spec, self._config, self._names = model, spec, config, frozenset(names)
         self.lora = cast("LoraSpec", spec.lora)
-        self._base_digest = ""
+        self._base_digest = base_digest
         self._check_loadable()
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -199,9 +213,10 @@ class Adapters:
 
         Merged weights are computed in float32, one at a time, and one expert at a time. They are new tensors in the
         weight's dtype. Parameters without an adapter are the live parameters. `full` returns the whole tensor of a
-        sharded parameter, and is called on all ranks in the same order. Tied weights appear once.
+        sharded parameter, and is called on all ranks in the same order. Tied weights appear once. Weights in 4 bits are
+        dequantized.
         """
-        parameters = dict(self.model.named_parameters())
+        parameters, states = dict(self.model.named_parameters()), quant_states(self.model)
         if odd := self._names ^ {base_name(name) for name in parameters if not _is_adapter(name)}:
             raise WeightSyncError(
                 f"{type(self.model).__name__}: only one of the model with adapters and the model without them has"
@@ -219,9 +234,9 @@ class Adapters:
                     for each, symbol in FACTORS.items()
                     if f"{owner}.{each}" in parameters
                 }
-                yield base_name(name), self._merge(full(parameter), owner, factors)
+                yield base_name(name), self._merge(dequantized(full(parameter), states.get(name)), owner, factors)
             else:
-                yield base_name(name), full(parameter).detach()
+                yield base_name(name), dequantized(full(parameter).detach(), states.get(name))
 
     @torch.no_grad()
     def exported(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
@@ -245,8 +260,8 @@ class Adapters:
 
     def state_dict(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
         """Merged weights and the model's buffers under transformers' names. Tied weights appear once."""
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
+        persistent = self.model.state_dict().keys()
+        buffers = {name: each for name, each in self.model.named_buffers() if name in persistent}
         return dict(self.merged(full)) | {
             base_name(name): each for name, each in buffers.items() if not _is_adapter(name)
         }
@@ -277,7 +292,8 @@ class Adapters:
     def identity(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Any]:
         """Values that must match between saved adapters and this model: base model digest, rank and alpha.
 
-        The digest of the base model's parameter names and bytes is cached, since the base model never changes.
+        The digest of the base model's parameter names and bytes is cached, since the base model never changes. With
+        `load_in_4bit`, it is that of the unquantized weights.
         """
         if not self._base_digest:
             base = {name: each for name, each in self.model.named_parameters() if not _is_adapter(name)}
@@ -290,12 +306,12 @@ class Adapters:
             raise CheckpointError(f"{place}: has a whole model, but this role trains adapters (lora_target)")
         if saved == here:
             return
-        if saved.get(BASE) != here[BASE]:
+        if saved.get(BASE) != here[BASE] and saved.get("load_in_4bit") == here.get("load_in_4bit"):
             source = self._spec.path or "the model of random_init"
             raise CheckpointError(f"{place}: its adapters were trained on a base model other than {source}")
         others = [", ".join(f"{key} {value}" for key, value in each.items() if key != BASE) for each in (saved, here)]
         raise CheckpointError(
-            f"{place}: its adapters have {others[0]}, and this role's {others[1]} (lora_rank, lora_alpha)"
+            f"{place}: its adapters have {others[0]}, and this role's {others[1]}: set model_args to the saved values"
         )
 
     def also_targets(self, names: Iterable[str]) -> None:
@@ -354,9 +370,9 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def lora_identity(lora: LoraSpec) -> dict[str, Any]:
-    """Values of `lora` that saved adapters must have too: those that determine the scales of B A."""
+    """Values of `lora` that saved adapters must have too: those that determine the scales of B A and the weights W."""
     found: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha}
-    for key in ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
+    for key in ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "load_in_4bit"):
         if value := getattr(lora, key):
             found[key] = dict(value) if isinstance(value, Mapping) else value
     return found
@@ -378,12 +394,13 @@ def _is_adapter(name: str) -> bool:
 
 
 def _not_served(lora: LoraSpec) -> str:
-    """Part of `lora` that A and B of linear layers do not contain, with its config key; empty if there is none."""
+    """Part of `lora` that A and B of linear layers, on the engine's base model, lack, with its config key; empty if
+    there is none."""
     if lora.extra_modules:
         return f"{', '.join(lora.extra_modules)} (additional_target)"
     if lora.parameters:
         return f"{', '.join(lora.parameters)} (target_parameters)"
-    return "use_dora" if lora.use_dora else ""
+    return next((key for key in ("use_dora", "load_in_4bit") if getattr(lora, key)), "")
 
 
 def _merged_experts(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:

@@ -85,6 +85,21 @@ def millions(count: int) -> str:
     return f"{count / 1e6:.1f} M"
 
 
+def parameter_bytes(question: MemoryInput, size: int, shards: int = 1) -> tuple[int, str]:
+    """Bytes of the model and its adapters on each of `shards` ranks, at `size` bytes per parameter, and their formula.
+
+    Parameters in 4 bits have a float32 scale per block of 64, of which each rank holds all.
+    """
+    packed = question.quantized_parameters
+    count = question.model.parameters + question.added_parameters - packed
+    formula = f"{size} × {millions(count)}"
+    if packed:
+        formula = f"({formula} + {millions(packed)} / 2)" if shards > 1 else f"{formula} + {millions(packed)} / 2"
+    divided = f"{formula} / {shards}" if shards > 1 else formula
+    scales = f" + scales of {millions(packed)} / 16" if packed else ""
+    return (size * count + packed // 2) // shards + packed // 16, divided + scales
+
+
 def model_code() -> MemoryItem:
     """Host memory of transformers' code, for a strategy that wraps its models."""
     return MemoryItem(
@@ -95,10 +110,10 @@ def model_code() -> MemoryItem:
 def start_uses(question: MemoryInput) -> tuple[MemoryItem, ...]:
     """Host memory of weights while they are initialised in float32, or read, before they are cast or moved."""
     size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
-    if question.on_host and size == DTYPE_BYTES[question.dtype]:
+    if question.on_host and size == DTYPE_BYTES[question.dtype] and not question.quantized_parameters:
         return ()
     count = question.model.parameters
-    formula = f"{size} × {millions(count)}, sampled or read before they are cast or moved"
+    formula = f"{size} × {millions(count)}, sampled or read before they are cast, quantized or moved"
     return (MemoryItem(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host"),)
 
 

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from roll_modeling.export import check_exportable, write_description, write_model
 from roll_modeling.lora import base_name
 from roll_modeling.portable_state import stored_buffers
+from roll_modeling.quantization import quant_states
 from roll_modeling.shards import ShardFiles
 
 if TYPE_CHECKING:
@@ -222,8 +223,12 @@ def _shapes(
     model: PreTrainedModel, adapters: Adapters | None, shape_of: Callable[[Tensor], tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of all exported tensors, by name."""
-    added = adapters.trained() if adapters is not None else {}
-    return {base_name(name): shape_of(each) for name, each in model.named_parameters() if name not in added}
+    added, states = adapters.trained() if adapters is not None else {}, quant_states(model)
+    return {
+        base_name(name): tuple(states[name].shape) if name in states else shape_of(each)
+        for name, each in model.named_parameters()
+        if name not in added
+    }
 
 
 def _tied(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

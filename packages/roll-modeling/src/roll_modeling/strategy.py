@@ -63,14 +63,16 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         self.offloader = Offloader(mesh.role, torch.device(mesh.device))
 
     def _load_model(self, device: str) -> PreTrainedModel:
-        """Load the model of `spec`, of transformers or of the library."""
+        """Load the model of `spec`, of transformers or of the library; into host memory if it is quantized then."""
+        if self.spec.lora is not None and self.spec.lora.load_in_4bit:
+            device = "cpu"
         if self.library is None:
             return load_model(self.spec, device=device)
         return cast("PreTrainedModel", load_module(self.library, self.spec, device=device))
 
     def _add_adapters(self) -> Adapters | None:
         """Add the adapters of the spec, if any, to `model`, and set `requires_grad` of the parameters."""
-        found = add_adapters(self.model, self.spec) if self.spec.lora is not None else None
+        found = add_adapters(self.model, self.spec, device=self._mesh.device) if self.spec.lora is not None else None
         if found is None or self.training is None:
             self.model.requires_grad_(False)
             for part in text_parts(self.model) if self.library is None else [self.model]:

@@ -76,6 +76,8 @@ class HuggingFaceConfig(StrategyConfig):
                 f"model_args.disable_gradient_checkpointing is true, which disables recomputation: remove it or"
                 f" {', '.join(asked)}"
             )
+        if self.torch_compile and given.get("load_in_4bit") is True:
+            raise ValueError("torch_compile does not compile layers of model_args.load_in_4bit: remove one of them")
 
     @override
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:

@@ -144,7 +144,7 @@ class FSDP2Config(HuggingFaceConfig):
     def check_model_args(self, given: Mapping[str, Any]) -> None:
         super().check_model_args(given)
         for key, size in (("tensor_model_parallel_size", self.tensor_model_parallel_size), ("ep_size", self.ep_size)):
-            for kind in ("use_dora", "target_parameters"):
+            for kind in ("use_dora", "target_parameters", "load_in_4bit"):
                 if size > 1 and given.get(kind) and (key, kind) != ("ep_size", "use_dora"):
                     raise ValueError(f"{key} is {size}, but model_args.{kind} needs whole weights: remove one of them")
         attention = given.get("attn_implementation", "auto")

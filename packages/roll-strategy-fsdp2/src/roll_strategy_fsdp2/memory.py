@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
-from roll_modeling.memory import MOMENT_BYTES, computation, millions, model_code
+from roll_modeling.memory import MOMENT_BYTES, computation, millions, model_code, parameter_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,10 +42,8 @@ def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[M
     count = question.model.parameters + question.added_parameters
     size = 4 if question.trains else _computed(question, config)
     on: Memory = "host" if config.offload_policy else "device"
-    share = size * count // shards
-    yield MemoryItem(
-        what="weights", num_bytes=share, formula=f"{size} × {millions(count)} / {shards}", on=on, offloads=True
-    )
+    share, formula = parameter_bytes(question, size, shards)
+    yield MemoryItem(what="weights", num_bytes=share, formula=formula, on=on, offloads=True)
     if question.random_weights or question.added_parameters:
         whole = (4 if question.random_weights else DTYPE_BYTES[question.dtype]) * count
         yield MemoryItem(

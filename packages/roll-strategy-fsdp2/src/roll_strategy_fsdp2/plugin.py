@@ -27,6 +27,7 @@ CAPABILITIES = TrainCapabilities(
     expert_parallel=True,
     lora=True,
     adapter_export=True,
+    load_in_4bit=True,
     offload=True,
     topk=True,
     gathered=True,

@@ -228,7 +228,7 @@ def _precision(model: PreTrainedModel, compute: torch.dtype, reduce: torch.dtype
 
     Raises `ModelError` if the architecture keeps some parameters in float32 while the others compute in `compute`.
     """
-    held = {each.dtype for each in model.parameters()}
+    held = {each.dtype for each in model.parameters() if each.is_floating_point()}
     if held == {compute}:
         return MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
     kept = [name for name, _ in kept_in_float32(model, model.named_parameters())]

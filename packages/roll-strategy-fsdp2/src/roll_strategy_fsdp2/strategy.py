@@ -18,6 +18,7 @@ from roll_modeling.context_parallel import ContextParallel, Ulysses
 from roll_modeling.model import DTYPES, check_ties, layer_configs, tied_names
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
 from roll_modeling.process_group import ProcessGroup
+from roll_modeling.quantization import quant_states
 from roll_modeling.ring_attention import Ring
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
@@ -74,7 +75,8 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
         # Master weights are float32, initialized from weights rounded to the model's dtype. Buffers keep their dtype.
         held = torch.float32 if self.training is not None else self.compute_dtype
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.to(held)
+            if parameter.is_floating_point():  # others are quantized
+                parameter.data = parameter.data.to(held)
         if self.meshes.tensor is not None:
             parallelize(self.model, self.meshes.tensor)
         experts: list[nn.Module] = []
@@ -84,6 +86,8 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
         self.root: Root = shard(self.model, self.meshes, config, self.compute_dtype, experts, blocks)
         if opened:
             fill(self.root, opened[1], model, device="cpu" if config.offload_policy else mesh.device)
+        for state in quant_states(self.model).values():
+            state.to(mesh.device)  # with `offload_policy`, sharding moves it to the host
         check_ties(self.model, ties)
         self.weights = Weights(self.model, model, self.adapters, self.compute_dtype, mesh.device)
         context = self._context()

@@ -49,7 +49,9 @@ class Weights:
             yield name, tensor.to(self._dtype)
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """The full tensor: trained adapters in float32, base-model parameters in the compute dtype."""
+        """The full tensor: trained adapters in float32, base-model parameters in the compute dtype unless quantized."""
+        if not parameter.is_floating_point():
+            return self._whole(parameter, parameter.dtype)
         return self._whole(parameter, torch.float32 if parameter.requires_grad else self._dtype)
 
     @torch.no_grad()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem
-from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions, model_code, start_uses
+from roll_modeling.memory import (
+    MASTER_BYTES,
+    MOMENT_BYTES,
+    computation,
+    millions,
+    model_code,
+    parameter_bytes,
+    start_uses,
+)
 
 if TYPE_CHECKING:
     from roll_core.spec.plan import MemoryInput
@@ -18,13 +26,11 @@ BUCKET_BYTES = 64 << 20
 def training(question: MemoryInput) -> MemoryEstimate:
     """Memory per rank of `hf_train` and forward-only `hf_infer`: each rank holds the whole model."""
     config = cast("HFTrainConfig", question.config)
-    size, model = DTYPE_BYTES[question.dtype], question.model
-    parameters = model.parameters + question.added_parameters
+    size = DTYPE_BYTES[question.dtype]
+    num_bytes, formula = parameter_bytes(question, size)
     uses = [
         model_code(),
-        MemoryItem(
-            what="weights", num_bytes=size * parameters, formula=f"{size} × {millions(parameters)}", offloads=True
-        ),
+        MemoryItem(what="weights", num_bytes=num_bytes, formula=formula, offloads=True),
         *start_uses(question),
     ]
     if question.trains:

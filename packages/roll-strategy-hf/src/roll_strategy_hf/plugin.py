@@ -27,6 +27,7 @@ HF_TRAIN = TrainProvider(
         offload=True,
         lora=True,
         adapter_export=True,
+        load_in_4bit=True,
         topk=True,
         gathered=True,
         whole_vocabulary=True,

@@ -30,6 +30,7 @@ from roll_modeling.layout import make_adjacent
 from roll_modeling.offload import host_copies, keep_freed_memory
 from roll_modeling.pending_losses import Batch, PendingLosses, moved_ahead
 from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
+from roll_modeling.quantization import quant_states
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
 from roll_strategy_hf.optimizer import ModelOptimizer
@@ -282,6 +283,7 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
     @override
     def part_tensors(self) -> dict[StateKind, list[Tensor]]:
         weights = [each.data for each in self.model.parameters()]
+        weights += [each.absmax for each in quant_states(self.model).values()]
         if self.optimizer is None:
             return {"weights": weights}
         return {"weights": weights, "grads": [self.optimizer.flat_grad], "optimizer": self.optimizer.state()}

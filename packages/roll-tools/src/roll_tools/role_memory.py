@@ -150,6 +150,7 @@ def _question(
         trained_parameters=0 if role.kind != "train" else (added or size.parameters),
         averages=role.ema_decay is not None,
         added_parameters=added,
+        quantized_parameters=_quantized_parameters(size, spec.lora) if role.kind == "train" else 0,
         gradient_checkpointing=spec.gradient_checkpointing,
         on_host=placement.platform.slots_share_cores or not any(place.slots for place in places),
         slot_bytes=slot_bytes,
@@ -341,6 +342,18 @@ def adapter_parameters(size: ModelSize, lora: LoraSpec) -> int:
             if _is_target(f"model.{name}", lora.targets):
                 count += lora.rank_of(f"model.{name}") * (inputs + outputs) + lora.use_dora * outputs
     return count + sum(inputs * outputs for name, (inputs, outputs) in ends.items() if name in lora.extra_modules)
+
+
+def _quantized_parameters(size: ModelSize, lora: LoraSpec | None) -> int:
+    """Number of parameters of the layers that `load_in_4bit` quantizes."""
+    if lora is None or not lora.load_in_4bit:
+        return 0
+    return sum(
+        linear.inputs * linear.outputs
+        for index, layer in enumerate(size.layers)
+        for linear in layer.linears
+        if not _is_target(f"model.layers.{index}.{linear.path}", lora.extra_modules)
+    )
 
 
 def _is_target(path: str, targets: str | Sequence[str]) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.executors import separate_processes_finding
 from roll_core.config.explain import Finding
 from roll_core.config.weight_transports import weight_finding
-from roll_core.errors import PluginError
+from roll_core.errors import PluginError, install_command
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import (
     EMBEDDINGS,
@@ -190,6 +191,8 @@ class StrategyCheck:
             message = f"{provider.name} cannot {'train' if trains else 'load'} adapters"
             hint = f"strategies that can: {', '.join(able)}"
             self.report((*at_model, "lora_target"), message, hint, code="ROLL-C017")
+        elif model.get("load_in_4bit") is True and _trains_adapters(model) and trains:
+            self._check_4bit((*at_model, "load_in_4bit"))
         dtype = model.get("dtype", ModelArguments.model_fields["dtype"].default)
         if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in can.dtypes:
             found = dtype if "dtype" in model else f"the default {dtype}"
@@ -203,6 +206,17 @@ class StrategyCheck:
             self.report((*at_model, key), message, "remove the key, or write true", code="ROLL-C017")
         elif key not in model:
             self.role["model_args"] = model | {key: True}
+
+    def _check_4bit(self, at: KeyPath) -> None:
+        """Check that the strategy can quantize the frozen layers, and that bitsandbytes is installed."""
+        if not getattr(self.provider.capabilities, "load_in_4bit", False):
+            known = self.parts.registry.providers(TrainProvider)
+            able = [each.name for each in known if each.capabilities.load_in_4bit and not each.forward_only]
+            message = f"{self.provider.name} cannot train adapters of a base model in 4 bits"
+            self.report(at, message, f"remove the key, or use {' or '.join(able)}", code="ROLL-C017")
+        elif self.parts.runs_here(self.role) and importlib.util.find_spec("bitsandbytes") is None:
+            hint = f"install it: {install_command('roll-modeling[qlora]')}"
+            self.report(at, "needs bitsandbytes, which is not installed", hint, code="ROLL-C017")
 
     def _check_optimizer(self) -> None:
         """Check that the strategy runs the optimizer, and validate its options."""

@@ -99,6 +99,7 @@ LORA_KEYS = (
     "lora_dropout",
     "additional_target",
     "target_parameters",
+    "load_in_4bit",
     "lora_export",
 )
 """Keys that have an effect only together with `lora_target`."""
@@ -107,6 +108,7 @@ MERGED_ONLY = {
     "additional_target": "also trains whole weights",
     "target_parameters": "adapts parameters of experts",
     "use_dora": "also trains norms of whole weights",
+    "load_in_4bit": "trains adapters of quantized weights, and the engine's are not quantized",
 }
 """Keys whose adapters no engine loads unmerged, with the reason."""
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in"})
@@ -239,6 +241,9 @@ class ModelArguments(Config):
     target_parameters: str | list[str] | None = None
     """Parameters with adapters that belong to no linear layer: the fused tensors of experts, for example
     `[experts.gate_up_proj, experts.down_proj]`."""
+    load_in_4bit: bool = False
+    """Store the frozen linear layers in 4 bits (NF4), which bitsandbytes dequantizes in each pass (QLoRA). Embeddings,
+    output layer, norms, routers and fused experts keep `dtype`."""
     lora_export: Literal["merged", "adapter"] = "merged"
     """Content of `export/`: `merged`, the whole model with merged adapters; or `adapter`, only the adapters in peft's
     format."""
@@ -288,6 +293,8 @@ class ModelArguments(Config):
                     raise ValueError(f"{key}: {pattern!r} is not a valid regular expression: {error}") from error
         if self.use_dora and self.target_parameters:
             raise ValueError("use_dora does not apply to target_parameters, which are no linear layers; remove one")
+        if self.use_dora and self.load_in_4bit:
+            raise ValueError("use_dora needs the norms of unquantized weights; remove it, or load_in_4bit")
         if self.lora_dropout:
             raise ValueError(
                 f"lora_dropout is {self.lora_dropout:g}, expected 0: dropout is off in training, so that logprobs"

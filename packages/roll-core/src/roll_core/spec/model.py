@@ -44,6 +44,9 @@ class LoraSpec:
     extra_modules: tuple[str, ...] = ()
     """Modules, named like `targets`, that are trained in full next to the adapters. Value and reward heads always
     are."""
+    load_in_4bit: bool = False
+    """Store the frozen linear layers in 4 bits (QLoRA, arXiv:2305.14314). Set only for strategies with
+    `capabilities.load_in_4bit`."""
     export: Literal["merged", "adapter"] = "merged"
     """What `export_model` writes: the whole model with merged adapters, or only the adapters in peft's format."""
 

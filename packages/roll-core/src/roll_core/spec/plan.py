@@ -108,6 +108,8 @@ class MemoryInput:
     """True if the role keeps a moving average of the trained parameters (`TrainingSpec.ema_decay`)."""
     added_parameters: int = 0
     """Parameters of adapters, in addition to the model's own."""
+    quantized_parameters: int = 0
+    """Parameters of frozen layers in 4 bits (`load_in_4bit`)."""
     gradient_checkpointing: bool = False
     on_host: bool = False
     """True if the device is the host (`slots_share_cores`)."""

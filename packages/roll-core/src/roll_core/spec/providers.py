@@ -44,6 +44,8 @@ class TrainCapabilities:
     """Trains adapters: honours `ModelSpec.lora` and `WantedOutputs.base`."""
     adapter_export: bool = False
     """Exports adapters separately from the base model: `TrainStrategy.export_adapters`."""
+    load_in_4bit: bool = False
+    """Trains adapters of a base model in 4 bits: honours `LoraSpec.load_in_4bit`."""
     offload: bool = False
     topk: bool = False
     """Returns top-k logprobs, which SFT's token accuracy and distillation need."""

@@ -150,6 +150,7 @@ def lora_spec(args: ModelArguments) -> LoraSpec | None:
         use_dora=args.use_dora,
         parameters=args.parameter_targets(),
         extra_modules=args.extra_modules(),
+        load_in_4bit=args.load_in_4bit,
         export=args.lora_export,
     )
 
