@@ -66,7 +66,8 @@ def registry():
     acme = Plugin(
         package="roll-acme", version="1", entry_point="acme", target="acme", state="loaded", providers=providers
     )
-    return Registry([*hf_plugins("roll-strategy-fsdp2", "roll-strategy-megatron"), acme])
+    ours = ("roll-strategy-fsdp2", "roll-strategy-megatron", "roll-strategy-deepspeed")
+    return Registry([*hf_plugins(*ours), acme])
 
 
 @pytest.fixture
@@ -213,7 +214,7 @@ def test_adapters_that_megatron_has_not_are_refused(read, key):
 
 def test_4_bits_are_refused_without_a_strategy_or_a_library_for_them(read, monkeypatch):
     at = "sft_train.model_args.load_in_4bit"
-    for name in ("megatron_train", "merged_train"):
+    for name in ("megatron_train", "deepspeed_train", "merged_train"):
         with raises_error("ROLL-C017", name, "hf_train", "fsdp2_train", key=at):
             read(SFT.replace("hf_train", name), f"{at}=true")
         read(SFT.replace("hf_train", name), f"{at}=true", "sft_train.model_args.lora_rank=0")
