@@ -130,6 +130,8 @@ class RouterReplayRunTests:
     """Name of the infer strategy."""
     settings: ClassVar[Mapping[str, Any]] = {}
     """Its `strategy_config`."""
+    variables: ClassVar[Mapping[str, str]] = {}
+    """Environment variables of its workers."""
 
     @pytest.mark.ray
     def test_replay_brings_the_trainer_to_the_engines_logprobs(self, tmp_path: Path) -> None:
@@ -139,6 +141,7 @@ class RouterReplayRunTests:
             config = two_steps(tmp_path, self.engine, self.settings)
             config["actor_train"]["model_args"]["random_init"] = MIXTURE
             config["actor_infer"]["model_args"]["dtype"] = "bf16"
+            config["actor_infer"]["system_envs"] = dict(self.variables)
             config["guards"] = {"logprob_probe": "off", "logprob_gap": "off"}
             config |= {"router_replay": {"mode": mode}, "exp_name": mode, "response_length": 24}
             _, found[mode] = finished_run(tmp_path, "judges", JUDGE, config)

@@ -6,7 +6,8 @@ only announces itself: the interpreter computes kernels with numpy.
 
 import sys
 
-if "--multiprocessing-fork" in sys.orig_argv:  # a process of vLLM, not a resource tracker
+# A process of vLLM or a worker of Ray, not a resource tracker.
+if any(argument.endswith(("--multiprocessing-fork", "default_worker.py")) for argument in sys.orig_argv):
     from triton.backends import Backend, backends
 
     class Driver:
