@@ -8,7 +8,7 @@ MIXTURE = {
     "hidden_size": 32,
     "moe_intermediate_size": 16,
     "num_hidden_layers": 2,
-    "num_experts": 8,
+    "num_experts": 32,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
     "num_attention_heads": 2,
@@ -22,7 +22,8 @@ R3 = {"router_replay": {"mode": "R3"}}
 
 def mixture(runs, **given):
     """The engine rounds to bf16, the trainer does not."""
-    config = runs.rlvr(max_steps=2, ppo_epochs=2, guards={"logprob_probe": "off", "logprob_gap": "off"}, **given)
+    guards = {"logprob_probe": {"every": 1, "threshold": 1.0}, "logprob_gap": "off"}
+    config = runs.rlvr(max_steps=2, ppo_epochs=2, seed=4, response_length=24, guards=guards, **given)
     config["actor_train"]["model_args"] |= {"random_init": MIXTURE, "disable_gradient_checkpointing": False}
     config["actor_infer"]["model_args"] = {"dtype": "bf16"}
     return config
@@ -35,7 +36,8 @@ def test_replay_brings_the_trainer_to_the_engines_logprobs(runs):
     plain = runs.metrics(runs.ok(config | {"exp_name": "plain"}))
     # In the first step both have the same rollouts of the same weights.
     assert replayed[0]["score/mean"] == plain[0]["score/mean"]
-    assert replayed[0]["actor/logprob_gap"] < 0.7 * plain[0]["actor/logprob_gap"]
+    for name in ("actor/logprob_gap", "weight_sync/logprob_probe"):
+        assert 0 < replayed[0][name] < 0.7 * plain[0][name]
     assert all(0 < line["actor/routing_disagreement"] < 0.5 for line in replayed)
     assert not any("actor/routing_disagreement" in line for line in plain)
 

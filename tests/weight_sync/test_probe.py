@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,10 +56,10 @@ class Engine:
         }
 
 
-def readings(trainer, engine, *, vocab_size=9, **can):
+def readings(trainer, engine, *, vocab_size=9, replays_experts=False, **can):
     capabilities = InferCapabilities(**{"prompt_logprobs": True, **can})
-    probing = logprob_probe(trainer, engine, TOKENS, can=capabilities, vocab_size=vocab_size, max_length=64)
-    return asyncio.run(probing)
+    options = {"can": capabilities, "vocab_size": vocab_size, "replays_experts": replays_experts}
+    return asyncio.run(logprob_probe(trainer, engine, TOKENS, max_length=64, **options))
 
 
 def probe(trainer, engine):
@@ -72,6 +73,45 @@ def test_the_gap_is_the_mean_over_all_tokens_but_the_first():
 
 def test_equal_logprobs_have_no_gap():
     assert probe(Trainer(0, -1, -2, -3), Engine([0, -1, -2, -3])) == {0: 0}
+
+
+class ReplayingTrainer(Trainer):
+    """The logprob of a token is minus the expert of the token before it, and far from any engine's without experts."""
+
+    async def score(self, sequences, want):
+        return ScoredSequences(
+            logprobs=[
+                np.full(len(each), -99, np.float32)
+                if each.routed_experts is None
+                else -np.array([0, *each.routed_experts[: len(each) - 1, 0, 0]], np.float32)
+                for each in sequences
+            ]
+        )
+
+
+class RoutingEngine(Engine):
+    """Each replica has another expert for the third token."""
+
+    async def generate_on_each(self, request):
+        found = await super().generate_on_each(request)
+        assert request.routed_experts
+        for rank, completion in found.items():
+            output = CompletionOutput(
+                token_ids=np.array([2], np.int64),
+                logprobs=np.array([-2.5], np.float32),
+                versions=np.zeros(1, np.int32),
+                finish_reason="length",
+                routed_experts=np.array([1, 2, 3 + rank, 9], np.uint8)[: len(request.prompt_ids), None, None],
+            )
+            found[rank] = replace(completion, outputs=(output,))
+        return found
+
+
+def test_with_router_replay_tokens_have_the_experts_of_each_replica():
+    engine = RoutingEngine([0, -1, -2, -3], [0, -1, -2, -4], [0, -1, -2, -3.5])
+    found = readings(ReplayingTrainer(), engine, replays_experts=True)
+    assert {rank: reading.fixed.gap for rank, reading in found.items()} == {0: 0, 1: 0, 2: pytest.approx(0.5)}
+    assert {rank: reading.sampled.gap for rank, reading in found.items()} == {0: 0.5, 1: 1.5, 2: 2.5}
 
 
 def test_each_replica_has_a_gap_of_its_own():

@@ -6,6 +6,8 @@ was never loaded.
 
     fixed tokens       prompt logprobs, if the engine returns them     compared with the trainer's, and with the
     sampled tokens     logprobs of a few tokens after a fixed prompt   previous probe: do both sides change?
+
+With router replay the trainer routes each token to the replica's experts, as in training.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.run.roles import GroupInferRole
     from roll_core.spec.pipeline import TrainRole
     from roll_core.spec.providers import InferCapabilities
-    from roll_core.types import Completion, Floats, TokenIds
+    from roll_core.types import Completion, Floats, RoutedExperts, TokenIds
 
 SAMPLED_PROMPT, SAMPLED_TOKENS = 8, 16
 """Maximum prompt and response length of the sampled part in tokens; together shorter than `PROBE_TOKENS`."""
@@ -72,10 +74,12 @@ async def logprob_probe(
     can: InferCapabilities,
     vocab_size: int,
     max_length: int,
+    replays_experts: bool = False,
 ) -> dict[int, ProbeReading]:
     """Probe every replica that is alive at temperature 1 and return the readings by rank.
 
     No request is longer than `max_length`, the run's longest sequence: models and engines may have no room for more.
+    `replays_experts`: both roles were started with router replay.
 
     Raises `NonFiniteError` if a logprob is NaN or infinite, and `WeightSyncError` if the trainer or a replica returns
     no or too few logprobs.
@@ -84,20 +88,34 @@ async def logprob_probe(
     seed = 0 if can.seeds else None
     if can.prompt_logprobs:
         once = SamplingParams(max_new_tokens=1, temperature=1.0, seed=seed)
-        request = GenerateRequest(id="probe", prompt_ids=tokens, params=once, prompt_logprobs=True, priority=PROBE)
+        request = GenerateRequest(
+            id="probe",
+            prompt_ids=tokens,
+            params=once,
+            prompt_logprobs=True,
+            routed_experts=replays_experts,
+            priority=PROBE,
+        )
         fixed = await infer.generate_on_each(request)
     prompt = tokens[: min(SAMPLED_PROMPT, len(tokens) - 1)]
     num_sampled = max(1, min(SAMPLED_TOKENS, max_length - len(prompt)))
     some = SamplingParams(max_new_tokens=num_sampled, temperature=1.0, seed=seed)
-    request = GenerateRequest(id="probe sampled", prompt_ids=prompt, params=some, priority=PROBE)
+    request = GenerateRequest(
+        id="probe sampled", prompt_ids=prompt, params=some, routed_experts=replays_experts, priority=PROBE
+    )
     sampled = {
         rank: completion.outputs[0]
         for rank, completion in (await infer.generate_on_each(request)).items()
         if completion.outputs and _exist(completion.outputs[0].token_ids, vocab_size)
     }
     sequences = {"fixed": _sequence("fixed", tokens, 1)}
+    for rank, completion in fixed.items():
+        if completion.outputs and (experts := completion.outputs[0].routed_experts) is not None:
+            id = f"fixed {rank}"  # each replica may have chosen others
+            sequences[id] = _sequence(id, tokens, 1, experts)
     for rank, output in sampled.items():
-        sequences[str(rank)] = _sequence(str(rank), np.concatenate([prompt, output.token_ids]), len(prompt))
+        whole = np.concatenate([prompt, output.token_ids])
+        sequences[str(rank)] = _sequence(str(rank), whole, len(prompt), output.routed_experts)
     scored = await train.score(list(sequences.values()), WantedOutputs(logprobs=True))
     if scored.logprobs is None:
         raise WeightSyncError(f"{train.name} returned no logprobs of the probe tokens")
@@ -107,7 +125,8 @@ async def logprob_probe(
 
     def reading(rank: int) -> ProbeReading:
         who = f"{infer.name} rank {rank}"
-        first = _fixed(fixed[rank], tokens, by_trainer["fixed"], who) if rank in fixed else None
+        expected = by_trainer.get(f"fixed {rank}", by_trainer["fixed"])
+        first = _fixed(fixed[rank], tokens, expected, who) if rank in fixed else None
         if rank not in sampled:
             return ProbeReading(first, None)
         output = sampled[rank]
@@ -130,8 +149,9 @@ def check_follows(who: str, version: int, before: ProbeReading | None, now: Prob
             )
 
 
-def _sequence(id: str, tokens: TokenIds, prompt: int) -> TrainSequence:
-    return TrainSequence(id=f"probe {id}", tokens=tokens, loss_mask=np.arange(len(tokens)) >= prompt)
+def _sequence(id: str, tokens: TokenIds, prompt: int, experts: RoutedExperts | None = None) -> TrainSequence:
+    mask = np.arange(len(tokens)) >= prompt
+    return TrainSequence(id=f"probe {id}", tokens=tokens, loss_mask=mask, routed_experts=experts)
 
 
 def _exist(ids: TokenIds, vocab_size: int) -> bool:

@@ -207,6 +207,8 @@ class WeightSyncController:
             max_length=max_length,
             can=engine.capabilities,
             vocab_size=run.vocab_size(source),
+            replays_experts=run.config.replays_experts
+            and source == self._roles[target].model_from == run.config.policy_role,
         )
         before, link.readings = link.readings, readings
         if link.probed_at < 0:
