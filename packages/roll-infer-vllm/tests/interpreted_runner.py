@@ -21,7 +21,7 @@ def second_runner():
     """Engines started meanwhile have the second model runner. vLLM is imported, and used by this process as well."""
     import vllm.config.vllm
     import vllm.triton_utils
-    import vllm.v1.sample.ops.topk_topp_sampler  # noqa: F401 - under the patches its import needs Triton
+    import vllm.v1.sample.ops.topk_topp_sampler  # under the patches its import needs Triton
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.dict(os.environ, second_runner_variables()))

@@ -14,7 +14,7 @@ from roll_testing.errors import raises_error
 from roll_testing.infer.routing import MIXTURE
 from roll_testing.models import write_checkpoint
 
-pytestmark = pytest.mark.engine("vllm")
+pytestmark = [pytest.mark.engine("vllm"), pytest.mark.timeout(900)]  # kernels are interpreted
 
 
 class TestSecondRunner(InferStrategyConformance):
