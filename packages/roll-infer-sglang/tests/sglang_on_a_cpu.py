@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import shared_tests
+
 ON_A_CPU = {
     "attention_backend": "torch_native",
     "disable_cuda_graph": True,
@@ -16,7 +18,7 @@ ON_A_CPU = {
     "mem_fraction_static": 0.3,
 }
 """`strategy_config`."""
-STAND_INS = str(Path(__file__).parent / "cpu")
+STAND_INS = [str(Path(__file__).parent / "cpu"), str(Path(shared_tests.__file__).parents[1] / "stand_ins")]
 
 
 @contextmanager
@@ -25,6 +27,6 @@ def stood_in(**variables):
 
     Triton's kernels run in its interpreter: SGLang has no others for gates of shared experts.
     """
-    path = os.pathsep.join(filter(None, [STAND_INS, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [*STAND_INS, os.environ.get("PYTHONPATH")]))
     with patch.dict(os.environ, {"PYTHONPATH": path, "TRITON_INTERPRET": "1", **variables}):
         yield

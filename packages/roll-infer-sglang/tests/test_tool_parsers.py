@@ -29,7 +29,7 @@ class TestToolParsersOfSglang(EngineParserTests):
 
     @pytest.fixture(autouse=True)
     def _stand_ins_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys, "path", [STAND_INS, *sys.path])
+        monkeypatch.setattr(sys, "path", [*STAND_INS, *sys.path])
 
     def engine_reply(self, format: str, text: str) -> tuple[str, list[tuple[str, Any]]] | None:
         from sglang.srt.entrypoints.openai.protocol import Tool

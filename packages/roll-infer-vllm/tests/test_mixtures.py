@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from vllm_live import CACHE, start
 from vllm_mixtures import BF16, MODELS, PROMPT, InProcess, expected_logprobs, mixture
 
+import shared_tests
 from roll_core.errors import CorruptTensorError, MissingTensorError, ModelError
 from roll_core.runtime.weights.broadcaster import verify
 from roll_core.spec.model import LoraSpec
@@ -31,7 +34,15 @@ CLOSE_BF16 = 0.1
 """vLLM and transformers round differently. Their routers may choose other experts, so only most tokens are close."""
 QUICK = ("mixtral", "deepseek_v3", "gpt_oss", "ernie4_5_moe")
 """Architectures that every run of tests starts; beside `qwen3_moe` and `glm4_moe` below."""
+STAND_INS = str(Path(shared_tests.__file__).parents[1] / "stand_ins")
+"""Has torchvision, whose wheel is linked to CUDA. vLLM imports names of it for qwen3_5, which has images as well."""
 ALL = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS]
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch):
+    monkeypatch.syspath_prepend(STAND_INS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [STAND_INS, os.environ.get("PYTHONPATH")])))
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -149,6 +160,29 @@ class TestFaults:
         engine.move()
         with pytest.raises(Exception, match=r"experts|size"):
             verify(*engine.publish())
+
+
+@pytest.mark.slow
+def test_packed_convolutions_are_read_back():
+    """In bf16 vLLM packs the convolutions of linear attention for some processors, and computes with a copy as well."""
+    engine = InProcess("qwen3_next")
+    name = "model.layers.0.linear_attn.conv1d.weight"
+    try:
+        engine.move()
+        manifest, receipt = engine.publish()
+        verify(manifest, receipt)
+        convolution = engine.model.get_submodule(name.removesuffix(".weight"))
+        copies = [convolution.weight.data, getattr(convolution, "_cpu_unpacked_conv_weight", None)]
+        for stored in copies if copies[1] is not None else copies[:1]:
+            element = stored.view(-1)[77:78]
+            before = element.clone()
+            element.mul_(2)
+            with raises_error(CorruptTensorError, name):
+                verify(manifest, engine.receipt(manifest))
+            element.copy_(before)
+        verify(manifest, engine.receipt(manifest))
+    finally:
+        engine.close()
 
 
 def flipped(tensor, expert):
@@ -330,18 +364,36 @@ FAULTS = {
 """Functions that each rank runs before and after an update; they do something on the second."""
 
 
-def test_faults_of_one_of_two_ranks_are_found(monkeypatch):
+def expert_map(worker):
+    """Place of each expert on this rank, or -1, in layer 1."""
+    return (
+        worker.model_runner.get_model().get_submodule("model.layers.1.mlp.experts.routed_experts").expert_map.tolist()
+    )
+
+
+PLACEMENTS = {
+    "linear": ("qwen3_moe", [[0, 1, 2, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 0, 1, 2, 3]]),
+    "round_robin": ("glm4_moe", [[0, -1, 1, -1, 2, -1, 3, -1], [-1, 0, -1, 1, -1, 2, -1, 3]]),
+}
+"""An architecture and its expert maps by `expert_placement_strategy`. vLLM uses `round_robin` only with groups of
+experts."""
+
+
+@pytest.mark.parametrize("placement", ["linear", pytest.param("round_robin", marks=pytest.mark.slow)])
+def test_faults_of_one_of_two_ranks_are_found(monkeypatch, placement):
     """With expert parallelism, which vLLM can load and read on a CPU, but not compute with."""
+    kind, maps = PLACEMENTS[placement]
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     monkeypatch.setattr("roll_infer_vllm.launch._check_expert_parallel", lambda *args: None)
     cloudpickle = pytest.importorskip("cloudpickle")  # comes with vLLM
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    live = start(mixture("qwen3_moe"), EXPERT_PARALLEL)
+    live = start(mixture(kind), {**EXPERT_PARALLEL, "expert_placement_strategy": placement})
 
     def on_ranks(function):
-        live.run(live.strategy._engine.collective_rpc(function))
+        return live.run(live.strategy._engine.collective_rpc(function))
 
     try:
+        assert on_ranks(expert_map) == maps
         live.step()
         verify(*live.publish())
         for name, (before, after) in FAULTS.items():

@@ -68,6 +68,7 @@ MODELS = {
     "qwen2_moe": {**DENSE, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48},
     "qwen3_moe": {**HEADS, **DENSE, **EXPERTS, "num_experts": 8},
     "qwen3_next": {**HEADS, **DENSE, **EXPERTS, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 48},
+    "qwen3_5_moe_text": {**HEADS, **EXPERTS, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 48},
     "mixtral": {**DENSE, "num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {**DENSE, "num_experts": 8, "num_experts_per_tok": 2},
     "glm4_moe": {**HEADS, **DENSE, **EXPERTS, **SHARED, "n_group": 2, "topk_group": 1},
@@ -108,7 +109,7 @@ MODELS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
 }
-BF16 = ("qwen3_next",)
+BF16 = ("qwen3_next", "qwen3_5_moe_text")
 """vLLM computes linear attention only in bf16 on a CPU."""
 
 

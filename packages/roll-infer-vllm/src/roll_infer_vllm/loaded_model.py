@@ -8,7 +8,8 @@ vLLM stores some weights in another form than they were sent:
   identity with the same kernel that computes with the weight. Each element of the product is one weight times one plus
   zeros, which is exact. Only the sign of zeros and subnormal numbers are lost; these few are stored when they arrive.
 
-fp8 weights and their scales are fused and sharded, but never packed. An output layer is packed too, in addition to the
+Convolutions of linear attention are packed in bf16, as a permutation of their elements. fp8 weights and their scales
+are fused and sharded, but never packed. An output layer is packed too, in addition to the
 original, which it may share with the embeddings: both are read.
 
 For the adapter vLLM has one buffer per layer for A and one for B, sized for its maximum rank. A fused layer has one
@@ -56,6 +57,8 @@ ROWS = 256
 """Number of rows of the identity per multiplication."""
 UNREADABLE = "_roll_unreadable"
 """Attribute of the model: by name, flat indices and values of the elements that a multiplication does not reproduce."""
+UNPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
+"""Attribute of a convolution that vLLM packed for the processor: a copy of its weight, `[R, W]`."""
 SPARSE_BLOCK = ".block_sparse_moe."
 """What vLLM and checkpoints of Mixtral and MiniMax-M2 name the module that transformers names `mlp`."""
 MOE_STATICS = ".gate.moe_statics."
@@ -92,8 +95,8 @@ class VllmTensor(LoadedTensor):
         rows = sum(self.parts) or module.output_size
         if isinstance(module, QKVParallelLinear) and self.index:
             rows //= module.num_kv_head_replicas
-        if self.parameter == "weight" and len(local) == 3:  # a convolution
-            return (rows, *local[1:])
+        if self.parameter == "weight" and (len(local) == 3 or hasattr(module, UNPACKED_CONVOLUTION)):
+            return (rows, 1, module.input_size)
         if self.parameter == SCALE:
             return -(-rows // BLOCK), -(-module.input_size // BLOCK)
         columns = {"weight": (module.input_size,), "weight_scale": (1,)}
@@ -164,6 +167,8 @@ class VllmModel(LoadedModel):
         is_matrix = at.parameter == "weight" and isinstance(module, LinearBase)
         packed = is_matrix and module.weight.numel() == 0 and hasattr(module, "cpu_linear")
         local = self._unpacked(module) if packed else getattr(module, at.parameter).detach()
+        if is_matrix and hasattr(module, UNPACKED_CONVOLUTION):
+            local = _unpacked_convolution(module)
         if isinstance(module, VocabParallelEmbedding):
             local = self._as_multiplied(module, local)
         elif id(module) in self._latent and at.parameter == "weight":
@@ -303,6 +308,23 @@ def _multiplied_identity(module: Any) -> Tensor:
         rows[torch.arange(len(rows)), torch.arange(start, start + len(rows))] = 1
         products.append(module.cpu_linear(rows, module.weight, None))
     return torch.cat(products).t().contiguous()
+
+
+def _unpacked_convolution(module: Any) -> Tensor:
+    """`[R, 1, W]` of a convolution that vLLM packed for the processor; NaN where the copy differs that it keeps.
+
+    vLLM computes with the copy where the packed form does not support the layout of the sequences.
+    """
+    copy: Tensor = getattr(module, UNPACKED_CONVOLUTION)
+
+    def pack(convolutions: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.stack([torch.ops._C.causal_conv1d_weight_pack(each) for each in convolutions[0]])]
+
+    (places,) = learned("convolution", pack, [(len(copy), copy.shape[1])], module.weight)
+    if places is None:
+        raise RuntimeError("vLLM packs convolutions in a layout that cannot be read back: set model_args.dtype: fp32")
+    weight = module.weight.detach().reshape(-1)[places].view(copy.shape)
+    return torch.where(weight == copy, weight, torch.nan).unsqueeze(1)
 
 
 def _as_absorbed(layer: MLAAttention, weight: Tensor) -> Tensor:

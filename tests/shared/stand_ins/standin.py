@@ -1,4 +1,4 @@
-"""Stand-ins for packages that the index has for CUDA alone and that SGLang imports on a CPU too.
+"""Stand-ins for packages that the index has for CUDA alone and that SGLang or vLLM import on a CPU too.
 
 Every name of such a package imports, and every attribute is there; whatever is called raises. So nothing is emulated: a
 computation that needs one of them fails loudly instead of returning made-up numbers.
