@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll_core.cli.main import main
 from roll_core.errors import WeightsUnchangedError
 from roll_modeling import strategy
 
@@ -100,11 +101,11 @@ def test_a_resumed_run_of_adapters_equals_the_uninterrupted_one_bit_for_bit(runs
     assert not any("base_layer" in name or "embed_tokens" in name for name in saved)
 
 
-def test_a_base_model_in_4_bits_learns_and_resumes_bit_for_bit(local_runs):
+def test_a_base_model_in_4_bits_learns_and_resumes_bit_for_bit(local_runs, tmp_path):
     runs = local_runs
 
     def config(**more):
-        return with_lora(runs.rlvr(guards=EVERY_STEP, **KL, **more), load_in_4bit=True)
+        return with_lora(runs.rlvr(guards=EVERY_STEP, portable_checkpoints=True, **KL, **more), load_in_4bit=True)
 
     whole = runs.ok(config(exp_name="whole", save_steps=1, max_steps=2))
     lines = runs.metrics(whole)
@@ -115,9 +116,13 @@ def test_a_base_model_in_4_bits_learns_and_resumes_bit_for_bit(local_runs):
     checkpoint = whole.run_dir.checkpoints / "step-1"
     second = runs.ok(config(exp_name="resumed", resume_from_checkpoint=str(checkpoint), max_steps=2))
     assert runs.timeless(second)[1:] == runs.timeless(whole)[1:]
-    one, other = (load_file(each.run_dir.export / "model.safetensors") for each in (whole, second))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    out = tmp_path / "merged"
+    assert main(["checkpoint", "merge", str(whole.run_dir.checkpoints / "step-2"), str(out)]) == 0
+    one, *others = (
+        load_file(each / "model.safetensors") for each in (whole.run_dir.export, second.run_dir.export, out)
+    )
+    assert all(one.keys() == other.keys() for other in others)
+    assert all(torch.equal(one[name], other[name]) for other in others for name in one)
     assert all(each.dtype == torch.float32 for each in one.values())
 
 

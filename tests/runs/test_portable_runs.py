@@ -22,6 +22,8 @@ WHOLE = {}
 TIED = {"tie_word_embeddings": True}
 ADAPTERS = {"lora_target": "all-linear", "lora_rank": 4, "additional_target": "lm_head"}
 
+IN_4_BITS = {"lora_target": "all-linear", "lora_rank": 4, "load_in_4bit": True}
+
 
 def sft(runs, strategy, ranks=1, model=WHOLE, **given):
     """Six steps with a schedule and decay, of the same batches on any number of ranks."""
@@ -71,7 +73,7 @@ def log_of(result):
     return result.run_dir.log.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("model", [WHOLE, TIED, ADAPTERS], ids=["whole", "tied", "adapters"])
+@pytest.mark.parametrize("model", [WHOLE, TIED, ADAPTERS, IN_4_BITS], ids=["whole", "tied", "adapters", "4 bits"])
 def test_hf_then_fsdp2_then_hf_is_one_run(local_runs, model):
     whole, last = chain(local_runs, [("hf_train", 1), ("fsdp2_train", 1), ("hf_train", 1)], model)
     check_same_run(local_runs, last, whole)
