@@ -24,14 +24,15 @@ def sequence(tokens, masked_from):
     return TrainSequence(id=str(tokens), tokens=np.asarray(tokens), loss_mask=np.arange(length) >= masked_from)
 
 
-def run(rank, world_size, port, model, sequences, folder, attn_implementation):
+def run(rank, world_size, port, model, sequences, folder, attn_implementation, lora=None):
     """Two steps on this rank's share; returns the first gradient, the weights, and what was measured."""
     torch.set_num_threads(1)
     sequences = [sequence(*each) for each in sequences]
     strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0))
     mesh = MeshInfo(role="student", rank=rank, world_size=world_size, master_port=port, num_threads=1, timeout_s=60)
     # Ranks that draw other weights get rank 0's.
-    strategy.build(ModelSpec(random_init=model, seed=3 + rank, attn_implementation=attn_implementation), mesh)
+    spec = ModelSpec(random_init=model, seed=3 + rank, attn_implementation=attn_implementation, lora=lora)
+    strategy.build(spec, mesh)
     share = [sequences[i] for i in balance(sequences, world_size)[rank]]
     micros = pack(share, totals=totals(sequences), max_sequences=2)
     strategy.forward_backward(micros, sft_objective())

@@ -8,7 +8,7 @@ from replica_program import lose_one, run
 
 from roll_core.errors import NonFiniteError
 from roll_core.plugins.registry import load_registry
-from roll_core.spec.model import ModelSpec
+from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_testing import TrainStrategyConformance
 from roll_testing.bench import Case
@@ -26,6 +26,8 @@ SEQUENCES = [
     ([41, 42], 1),
 ]
 SPLITS = {"1": (1, "auto"), "2": (2, "auto"), "3": (3, "auto"), "4": (4, "auto"), "3-padded": (3, "sdpa")}
+
+IN_4_BITS = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0, load_in_4bit=True)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,17 @@ def test_a_state_saved_by_all_ranks_continues_bit_for_bit(found, name):
 def test_ranks_with_nothing_to_do_take_part(found):
     for each in found["few-3"]:
         assert relative(each["gradient"], found["few-1"][0]["gradient"]) < 1e-6
+
+
+def test_a_base_model_in_4_bits_is_that_of_rank_0(host, tmp_path):
+    one, two = (
+        host.run(run, size, free_port(), MODEL, SEQUENCES, tmp_path / str(size), "auto", IN_4_BITS, num_ranks=size)
+        for size in (1, 2)
+    )
+    for each in two:
+        assert relative(each["gradient"], one[0]["gradient"]) < 1e-6
+        assert each["weights"] == two[0]["weights"]
+        assert each["stats"][1] == each["stats"][2]
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_the_call_on_all(host):

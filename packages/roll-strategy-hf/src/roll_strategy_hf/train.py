@@ -85,7 +85,7 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
                 log.info("%s: %d modules fused", mesh.role, fuse(self.model))
             if mesh.device == "cpu":
                 keep_freed_memory()
-        self.replicas.broadcast(self.model.parameters())
+        self.replicas.broadcast(self._weights())
         if self.library is None:
             self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
         self._prepare_blocks(self.config)
@@ -282,11 +282,15 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
 
     @override
     def part_tensors(self) -> dict[StateKind, list[Tensor]]:
-        weights = [each.data for each in self.model.parameters()]
-        weights += [each.absmax for each in quant_states(self.model).values()]
+        weights = self._weights()
         if self.optimizer is None:
             return {"weights": weights}
         return {"weights": weights, "grads": [self.optimizer.flat_grad], "optimizer": self.optimizer.state()}
+
+    def _weights(self) -> list[Tensor]:
+        """Parameters, and the scales of those in 4 bits."""
+        scales = [state.absmax for state in quant_states(self.model).values()]
+        return [*(each.data for each in self.model.parameters()), *scales]
 
     def close(self) -> None:
         """Leave the process group and release the optimizer."""
