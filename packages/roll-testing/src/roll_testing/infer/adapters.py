@@ -94,18 +94,22 @@ def _layers(weights: Mapping[str, Tensor]) -> list[str]:
     return [name for name in found if "embed" not in name and not name.startswith("lm_head")]
 
 
-def random_adapter(weights: Mapping[str, Tensor], layers: Sequence[str], seed: int) -> dict[str, Tensor]:
+def random_adapter(
+    weights: Mapping[str, Tensor], layers: Sequence[str], seed: int, ranks: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
     """Return a random adapter under the names of `TrainStrategy.export_adapters`.
 
-    It changes each layer by more than half of the layer's own size.
+    It changes each layer by more than half of the layer's own size. `ranks`: by the last part of a layer's name, if it
+    is not `RANK`.
     """
     source = torch.Generator().manual_seed(seed)
     found = {}
     for layer in layers:
         weight = weights[f"{layer}.weight"].float()
         size = SIZE * float(weight.std(correction=0))
-        found[f"{layer}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=source) / RANK**0.5
-        found[f"{layer}.lora_B.weight"] = size * torch.randn(weight.shape[0], RANK, generator=source)
+        rank = (ranks or {}).get(layer.rpartition(".")[2], RANK)
+        found[f"{layer}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=source) / rank**0.5
+        found[f"{layer}.lora_B.weight"] = size * torch.randn(weight.shape[0], rank, generator=source)
     return found
 
 
