@@ -179,6 +179,16 @@ def test_memory_is_half_a_byte_per_weight_and_one_float_per_block(build):
     assert plain.memory()["weights"] - strategy.memory()["weights"] == 4 * weights - weights // 2 - 4 * weights // 64
 
 
+def test_offloaded_weights_come_back(build, sequences):
+    strategy = build(lora=LORA, training=TRAINING)
+    before = logprobs(strategy, sequences)
+    strategy.offload(("weights",))
+    assert strategy.memory()["weights"] == 0
+    assert not any(each.untyped_storage().nbytes() for each in strategy.model.parameters())
+    strategy.onload(("weights",))
+    assert torch.equal(logprobs(strategy, sequences), before)
+
+
 def test_routers_and_experts_keep_their_dtype():
     model = load_model(ModelSpec(random_init=DEEPSEEK | {"vocab_size": 61}, seed=3))
     add_adapters(model, ModelSpec(random_init=DEEPSEEK, lora=LORA))

@@ -96,7 +96,8 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, device: str = "cpu"
     names = [name for name, _ in model.named_parameters()]
     base_digest = ""
     if spec.lora.load_in_4bit:
-        base_digest = weights_digest(model.named_parameters())
+        # Of copies: memory that numpy has read cannot be offloaded.
+        base_digest = weights_digest((name, each.detach().clone()) for name, each in model.named_parameters())
         frozen = target_layers(model, replace(spec.lora, targets=("all-linear",)), extra)
         quantize_linears(model, frozen, device)
         moved(model, device)
