@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_infer_hf import decoder
+from roll_infer_vllm.engine_environment import engine_environment
 from roll_modeling.architectures import ROUNDING, model_table
 from roll_modeling.model import load_model
 from roll_testing import model_trials
@@ -70,8 +71,13 @@ TIMEOUT_S = 180.0
 def host():
     """Forks a process for each trial."""
     preload = ["roll_testing.model_trials", "roll_testing.kit", "peft", "transformers.optimization"]
-    preload += [each for each in ("deepspeed",) if importlib.util.find_spec(each)]
     environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "PYTHONWARNINGS": "ignore"}
+    if importlib.util.find_spec("deepspeed"):
+        preload.append("deepspeed")
+    if importlib.util.find_spec("vllm"):
+        preload.insert(0, "shared_tests.vllm_in_forks")
+        environment |= engine_environment("cpu", {}, num_threads=1, num_slots=1, compiles=False)
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     started = RankHost(preload=preload, environment=environment)
     yield started
     started.close()
@@ -148,7 +154,10 @@ def trial(host, strategy, model_type, folder):
         found = run(model_trials.fact_row, spec)
     elif strategy in ("hf_infer", "vllm", "sglang"):
         provider = registry().find(InferProvider, strategy)
-        found = run(model_trials.engine_row, Setup(provider=provider, strategy_config=CONFIGS[strategy], model=spec))
+        found = run(
+            model_trials.engine_row,
+            Setup(provider=provider, strategy_config=CONFIGS[strategy], model=spec, timeout_s=2 * TIMEOUT_S),
+        )
     else:
         provider = registry().find(TrainProvider, strategy)
         case = Case(provider=provider, strategy_config=CONFIGS[strategy], model=spec, training=None)
