@@ -190,6 +190,7 @@ def test_the_lora_column_is_read_if_adapters_are_trained(here, monkeypatch, made
             "actor_train.model_args.lora_target"
         ]
     assert found(text, "actor_train.model_args.lora_rank=0") == []
+    assert found(text, "actor_train.model_args.lora_target=q_proj") == []  # a warning: only all-linear was tried
     assert found(text, "~actor_train.model_args.lora_target") == []
 
 

@@ -29,13 +29,20 @@ CLASS_NAME = re.compile(r"(transformers' )?\b\w+(ForCausalLM|ForConditionalGener
 
 
 class Notes:
-    """Numbered reasons. Equal reasons have one number, whatever the class of the model."""
+    """Numbered reasons. Equal reasons have one number, whatever the class and the type of the model."""
 
     def __init__(self):
         self.numbers: dict[str, int] = {}
 
-    def number(self, reason):
+    def number(self, reason, model_type=""):
         text = CLASS_NAME.sub("the model", reason).replace("<", "&lt;")
+        text = re.sub(r" \(\d+ such tensors\)", "", text)
+        text = re.sub(r"differs by \S+ from transformers, and", "differs from transformers by more than", text)
+        text = re.sub(r"more than rounding explains at most (\S+)", r"more than rounding explains (\1)", text)
+        if model_type:
+            text = re.sub(rf"(\ba )?(?<![\w.]){re.escape(model_type)}(?![\w.])", "this type", text).replace(
+                "architecture this type", "architecture for this type"
+            )
         return self.numbers.setdefault(text, len(self.numbers) + 1)
 
     def lines(self):
@@ -45,12 +52,12 @@ class Notes:
             )
 
 
-def cell(row, columns, notes):
+def cell(name, row, columns, notes):
     """`✓`, numbers of notes, or `–` if it was not tried."""
-    tried = [row[name] for name in columns if name in row]
+    tried = [row[column] for column in columns if column in row]
     if not tried:
         return "–"
-    numbers = [notes.number(value) for value in tried if isinstance(value, str)]
+    numbers = [notes.number(value, name) for value in tried if isinstance(value, str)]
     numbers += [
         notes.number(f"Logprobs differ by up to {value:g} nats: transformers' decoding differs from its own full pass.")
         for value in tried
@@ -71,7 +78,7 @@ def table():
         if "untrained" in fact:
             layout += f" {notes.number('No gradient: ' + ', '.join(fact['untrained']))}"
         rows = [(tables[package].models if tables[package] else {}).get(name, {}) for package, _ in COLUMNS.values()]
-        cells = [cell(row, columns, notes) for row, (_, columns) in zip(rows, COLUMNS.values(), strict=True)]
+        cells = [cell(name, row, columns, notes) for row, (_, columns) in zip(rows, COLUMNS.values(), strict=True)]
         lines.append(f"| {name} | {layout} | {' | '.join(cells)} |")
     made = [f"`{package}`: {each.versions()}." for package, each in tables.items() if each is not None]
     versions = textwrap.wrap("Versions: " + " ".join(made), 100)
@@ -86,4 +93,4 @@ def test_the_page_has_the_tables_of_the_plugins():
         PAGE.write_text(f"{before}{BEGIN}{expected}{END}{after}", encoding="utf-8")
     else:
         assert found == expected, "run with ROLL_UPDATE_GOLDEN=1 and read the difference"
-    assert ON_A_CPU in after or ON_A_CPU.strip(": ") in before + after
+    assert ON_A_CPU.strip(": ") in before

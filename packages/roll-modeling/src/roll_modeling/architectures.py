@@ -167,6 +167,19 @@ def check_tried(keys: Mapping[str, Any], package: str, *columns: str) -> str | N
     return joined(*warnings)
 
 
+def check_lora(keys: Mapping[str, Any], package: str, targets: object) -> str | None:
+    """`check_tried` of the column `lora`, which was made with `lora_target: all-linear`.
+
+    An error is a warning for other targets.
+    """
+    try:
+        return check_tried(keys, package, "lora")
+    except ValueError as error:
+        if targets == "all-linear":
+            raise
+        return f"{error} (with lora_target: all-linear)"
+
+
 def joined(*warnings: str | None) -> str | None:
     """The warnings as one; None if there are none."""
     return "; ".join(dict.fromkeys(each for each in warnings if each)) or None

@@ -16,6 +16,7 @@ from roll_modeling.architectures import (
     CLASSIFIER,
     IMAGE_TEXT,
     check_buildable,
+    check_lora,
     check_positions,
     check_tried,
     joined,
@@ -87,8 +88,8 @@ class HuggingFaceConfig(StrategyConfig):
         )
 
     @override
-    def check_adapters(self, keys: Mapping[str, Any]) -> str | None:
-        return check_tried(keys, type(self).__module__.partition(".")[0], "lora")
+    def check_adapters(self, keys: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+        return check_lora(keys, type(self).__module__.partition(".")[0], given.get("lora_target"))
 
     @override
     def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:

@@ -18,13 +18,14 @@ from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeFloat, PositiveInt, StrategyConfig
 from roll_core.spec.platform import EnvVar
-from roll_modeling.architectures import NUMBER_OF_EXPERTS, check_tried, has_experts
+from roll_modeling.architectures import NUMBER_OF_EXPERTS, check_lora, check_tried, has_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll_core.spec.providers import ModelParallelism
 
+PACKAGE = __name__.partition(".")[0]
 TRANSFORMER_ENGINE = "it is a kernel of Transformer Engine that has not been tried here"
 DROPS = (
     "with it a token's logprobs would depend on what else is in its microbatch; moe_aux_loss_coeff keeps experts from"
@@ -369,17 +370,15 @@ class MegatronConfig(StrategyConfig):
 
     @override
     def check_architecture(self, keys: Mapping[str, Any]) -> str | None:
-        return self._check_tried(keys, "start", "forward", "step", "publish", "export")
+        if keys.get("model_type") not in ARCHITECTURES:  # `check_model` rejects it, or another package brings it
+            return None
+        return check_tried(keys, PACKAGE, "start", "forward", "step", "publish", "export")
 
     @override
-    def check_adapters(self, keys: Mapping[str, Any]) -> str | None:
-        return self._check_tried(keys, "lora")
-
-    def _check_tried(self, keys: Mapping[str, Any], *columns: str) -> str | None:
-        """Read the package's table. `check_model` rejects the types that the bridge does not have."""
-        return (
-            check_tried(keys, __name__.partition(".")[0], *columns) if keys.get("model_type") in ARCHITECTURES else None
-        )
+    def check_adapters(self, keys: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+        if keys.get("model_type") not in ARCHITECTURES:
+            return None
+        return check_lora(keys, PACKAGE, given.get("lora_target"))
 
     def _check_biased_experts(self, model_type: object) -> None:
         if model_type in BIASED_EXPERTS and (self.expert_tensor_parallel_size or self.tensor_model_parallel_size) > 1:

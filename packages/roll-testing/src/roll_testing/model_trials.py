@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from roll_core.errors import RollError, one_line
+from roll_core.errors import EngineDiedError, RollError, one_line
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.train import WantedOutputs
 from roll_core.spec.weights import digest
-from roll_modeling.architectures import NUMBER_OF_EXPERTS, POSITIONS, ROUNDING, TYPES
+from roll_modeling.architectures import NUMBER_OF_EXPERTS, ON_A_CPU, POSITIONS, ROUNDING, TYPES
+from roll_modeling.portable_state import router_buffers
 from roll_testing.bench import Step, built, outputs, take_step, weights
 from roll_testing.bounds import check_names, distance
 from roll_testing.infer.engine import Engine, ask
@@ -46,20 +47,41 @@ if TYPE_CHECKING:
 
 REASON_CHARS = 200
 """Length to which reasons are cut."""
+LOGGED = re.compile("(root cause|reason) above")
+"""In messages of engines whose processes print the reason."""
+NOISE = re.compile(
+    r"^(roll_core\.errors\.\w+: |AssertionError: |\w+ rank \d+: |\w+ cannot start with this model and strategy_config: "
+    r"|1 validation error for ModelConfig Value error, )+"
+)
+"""Beginnings of messages that are the same for all types."""
+PRINTED = re.compile(r"^(?:.*\] )?((?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
+"""The last line of a printed traceback, in a log or not."""
 SFT = LOSSES["sft"]
 ONE_STEP = replace(TRAINING, weight_decay=0.0)
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
 OUTPUTS = WantedOutputs(logprobs=True, entropy=True)
+DEVICE_INDEPENDENT = re.compile(
+    "not supported for now|was supported in|does not dispatch through|has no model type"
+    "|in the manifest|has no place for or cannot read"
+)
+"""Reasons for which an engine runs a type on no device: it does not have the architecture, or its weights have other
+names or shapes than those that are sent."""
 LENGTHS = (1, 3, 17, 9)
 """Lengths of an engine's prompts, in tokens."""
 NEW_TOKENS = 12
 
 
-def write_tiny(folder: Path, model_type: str) -> ModelSpec:
-    """Write a tiny model of this type, of random weights, and return its spec."""
+def write_tiny(folder: Path, model_type: str, latent: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Write a tiny model of this type, of random weights, and return its spec.
+
+    `latent` replaces config keys if the type has latent attention.
+    """
     if model_type in MULTIMODAL:
         return write_multimodal(folder, model_type)
-    return write_checkpoint(folder, tiny_config(model_type), task="causal_lm", vocab_size=VOCABULARY)
+    keys = tiny_config(model_type)
+    if "kv_lora_rank" in keys:
+        keys |= latent or {}
+    return write_checkpoint(folder, keys, task="causal_lm", vocab_size=VOCABULARY)
 
 
 class StoredModel(TransformersModel):
@@ -183,7 +205,7 @@ def engine_row(rank: int, setup: Setup) -> Row:
         engine = Engine(setup)
         engine.start()
         row["decode"] = _decode_error(row, oracle, requests, engine)
-        weights = moved(oracle.weights(), 1)
+        weights = moved(oracle.weights() | dict(router_buffers(oracle.model.module)), 1)
         row["publish"] = _tried(lambda: _update_error(row, oracle, requests, engine, weights))
     except Exception as error:  # engines fail in any way on architectures or devices that they do not support
         row = row if "decode" in row else {"start": reason(error)}
@@ -205,6 +227,8 @@ def _update_error(
     expected = {name: digest(each) for name, each in weights.items()}
     assert dict(receipt.digests) == expected, "the engine's receipt has other digests than those of the sent weights"
     oracle.take(weights)
+    for name, buffer in router_buffers(oracle.model.module):
+        buffer.copy_(weights[name])
     return _decode_error(row, oracle, requests, engine)
 
 
@@ -358,8 +382,23 @@ def rounded(value: float) -> float:
 def reason(error: BaseException | str) -> str:
     """The message of an error, or the last line of its traceback; with its class if it is not of this project."""
     if isinstance(error, BaseException):
-        return _shortened(str(error) if isinstance(error, (RollError, AssertionError)) else one_line(error))
-    return _shortened(re.sub(r"^(roll_core\.errors\.\w+|AssertionError): ", "", error))
+        if (isinstance(error, EngineDiedError) or LOGGED.search(str(error))) and (printed := _last_printed()):
+            return _shortened(printed)
+        error = str(error) if isinstance(error, (RollError, AssertionError)) else one_line(error)
+    # Both engines list their architectures in this message.
+    return _shortened(re.sub(r"(not supported for now)\..*", r"\1", NOISE.sub("", " ".join(error.split()))))
+
+
+def on_a_cpu(text: str) -> str:
+    """The reason of an engine that is made for accelerators, marked unless it holds on every device."""
+    return text if DEVICE_INDEPENDENT.search(text) else f"{ON_A_CPU}{text}"
+
+
+def _last_printed() -> str:
+    """The last exception in the output of this rank, which its engine's processes share; empty if there is none."""
+    output = Path("/proc/self/fd/1")
+    found = PRINTED.findall(output.read_text(encoding="utf-8", errors="replace")) if output.is_file() else ()
+    return found[-1] if found else ""
 
 
 def _shortened(text: str) -> str:

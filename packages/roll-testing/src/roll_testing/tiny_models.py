@@ -92,6 +92,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "dots3_note_text": {"layer_types": ["indexed_attention"] * 2},
     "falcon_h1": {"mamba_d_ssm": 256},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "glm4_moe": {"head_dim": HEAD},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "granitemoeshared": {"shared_intermediate_size": EXPERT},

@@ -430,7 +430,8 @@ class StrategyCheck:
         if not self._supports(self.strategy.check_architecture, keys, at):
             return
         if self.worker.kind == "train" and _trains_adapters(model):
-            self._supports(self.strategy.check_adapters, keys, (*source, "model_args", "lora_target"))
+            at = (*source, "model_args", "lora_target")
+            self._supports(lambda keys: self.strategy.check_adapters(keys, model), keys, at)
         if here:
             self._check_keys((*source, "model_args"), model, keys)
 

@@ -172,9 +172,9 @@ class StrategyConfig(Config):
         """
         return None
 
-    def check_adapters(self, keys: Mapping[str, Any]) -> str | None:
+    def check_adapters(self, keys: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
         """Train strategies: as `check_architecture`, for adapters on a model of this architecture. Called after it if
-        the role trains adapters (LoRA)."""
+        the role trains adapters (LoRA). `given` are the `model_args` as written."""
         return None
 
     def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
