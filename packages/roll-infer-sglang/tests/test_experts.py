@@ -80,6 +80,8 @@ FILE_KEYS = {
     "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 """Keys of the published configs that SGLang reads and transformers does not have."""
+CLOSE_ROUNDED = 1e-3
+"""Bound on the difference of logprobs in fp32 if attention sinks are rounded to bf16."""
 CONFIG = {"max_total_tokens": 2048, "max_running_requests": 16, "bucket_mib": 1}
 
 
@@ -209,14 +211,22 @@ def test_other_architectures_are_read_back_and_computed(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_interleaved_experts_with_biases_are_read_back_and_computed(tmp_path):
-    """SGLang computes gpt-oss with its own attention kernels only, here in Triton's interpreter: seconds per token."""
-    live = start(mixture("gpt_oss", tmp_path), attention_backend="triton")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_interleaved_experts_with_biases_are_read_back_and_computed(dtype, tmp_path):
+    """SGLang computes gpt-oss with its own attention kernels only, here in Triton's interpreter: seconds per token.
+
+    So its logprobs are wrong in bf16, also of the weights that it loads itself. In fp32 it rounds the sinks.
+    """
+    live = start(replace(mixture("gpt_oss", tmp_path), dtype=dtype), attention_backend="triton")
     try:
         live.step()
         manifest, receipt = live.publish()
-        assert dict(receipt.digests) == digests(manifest)
-        check(live, num_tokens=2, close=0.05)
+        differing = {name for name, digest in digests(manifest).items() if receipt.digests[name] != digest}
+        if dtype == "bf16":
+            assert not differing
+        else:
+            assert differing == {f"model.layers.{layer}.self_attn.sinks" for layer in range(2)}
+            check(live, num_tokens=2, close=CLOSE_ROUNDED)
     finally:
         live.close()
 
