@@ -58,8 +58,12 @@ class RoutingTests(InferKit):
         engine = fresh(setup.with_(model=model))
         engine.start()
         requests = [
-            replace(ask(self.prompt(length), n=2, seed=self.seed(engine, length)), routed_experts=length != 5)
-            for length in (1, 30, 5, 30)
+            replace(
+                ask(self.prompt(length), n=2, seed=self.seed(engine, length)),
+                routed_experts=length != 5,
+                prompt_logprobs=length == 12 and self.can.prompt_logprobs,  # as the logprob probe asks
+            )
+            for length in (1, 30, 5, 30, 12)
         ]
         module: Any = self.reference_model(model).module
         for request, completion in zip(requests, engine.generate(*requests), strict=True):
