@@ -186,6 +186,12 @@ def trial(host, strategy, model_type, folder):
     if (refusal := refused(strategy, model_type)) is not None:
         return {"start": refusal}
     spec = model_trials.write_tiny(folder / model_type, model_type, LATENT.get(strategy))
+    keys = json.loads(Path(spec.path, "config.json").read_text(encoding="utf-8"))
+    if strategy == "megatron_train":
+        MegatronConfig().check_model(keys)  # a value that it rejects is a mistake of the tiny model
+    config = CONFIGS[strategy] | (
+        {"attention_backend": "CPU_MLA"} if strategy == "vllm" and "kv_lora_rank" in keys else {}
+    )
 
     def run(function, *arguments, num_ranks=1):
         try:
@@ -208,11 +214,11 @@ def trial(host, strategy, model_type, folder):
         provider = registry().find(InferProvider, strategy)
         found = run(
             model_trials.engine_row,
-            Setup(provider=provider, strategy_config=CONFIGS[strategy], model=spec, timeout_s=2 * TIMEOUT_S),
+            Setup(provider=provider, strategy_config=config, model=spec, timeout_s=2 * TIMEOUT_S),
         )
     else:
         provider = registry().find(TrainProvider, strategy)
-        case = Case(provider=provider, strategy_config=CONFIGS[strategy], model=spec, training=None)
+        case = Case(provider=provider, strategy_config=config, model=spec, training=None)
         found = run(model_trials.train_row, case, str(folder))
         if strategy == "fsdp2_train" and not isinstance(found, str):
             for column, config in SPLIT.items():

@@ -90,6 +90,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": CHOSEN},
     },
     "dots3_note_text": {"layer_types": ["indexed_attention"] * 2},
+    "dots1": {"norm_topk_prob": True},
     "falcon_h1": {"mamba_d_ssm": 256},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "glm4_moe": {"head_dim": HEAD},
