@@ -272,6 +272,21 @@ def test_vllm_in_blocks_holds_a_scale_for_each_of_them():
     assert found["weights"] == 4 * (elements + 4 * blocks) + 2 * (P - 4 * elements)
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8_per_block"])
+def test_vllm_copies_all_but_experts_to_data_parallel_ranks(quantization):
+    """On each of 2 × 4 slots."""
+    keys = {"tensor_parallel_size": 2, "data_parallel_size": 4, "enable_expert_parallel": True}
+    keys |= {} if quantization is None else {"quantization": quantization}
+    more = {"trains": False, "dtype": "bf16", "model": MIXTURE}
+    found = uses(InferProvider, "vllm", keys, "generate", **more)
+    attention, norms = 2 * 4 * 64 * 64, MIXTURE.parameters - 2 * EXPERTS - 2 * 4 * 64 * 64
+    if quantization is None:
+        assert found["weights"] == (2 * 2 * EXPERTS // 4 + 2 * (attention + norms)) // 2
+    else:  # a scale for each block, of which a matrix of attention has one
+        experts = 2 * EXPERTS + 4 * 2 * EXPERTS // 128**2
+        assert found["weights"] == (experts // 4 + attention + 4 * 2 * 4 + 2 * norms) // 2
+
+
 @pytest.mark.parametrize(
     ("keys", "on_host", "gone"),
     [

@@ -112,6 +112,16 @@ def test_every_process_loads_the_buckets_and_the_digests_are_of_what_it_has():
     assert found == {entry.name: entry.digest for entry in manifest.tensors}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_wrong_copy_of_two_shows_in_the_digests(rank):
+    """Two data-parallel ranks, each with a copy of every tensor."""
+    processes = Processes(model(), model())
+    update(ModelWeights(processes, 24, ()), SENT)
+    processes.processes[rank].tensors["b"] = changed = SENT["b"] + 1
+    found = asyncio.run(ModelWeights(processes, 24, ()).digests(make_manifest(4, SENT.items())))
+    assert found == {"a": digest(SENT["a"]), "b": digest(changed)}
+
+
 @pytest.mark.parametrize(
     ("sent", "error", "name"),
     [

@@ -16,6 +16,7 @@ from roll_testing.errors import mentions, raises_error
 def test_a_worker_takes_tensor_times_pipeline_parallel_slots():
     assert VllmConfig().slots_per_worker() == 1
     assert VllmConfig(tensor_parallel_size=4, pipeline_parallel_size=2).slots_per_worker() == 8
+    assert VllmConfig(tensor_parallel_size=2, data_parallel_size=3, enable_expert_parallel=True).slots_per_worker() == 6
 
 
 def test_the_engines_own_arguments_go_to_it_as_they_are():
@@ -26,6 +27,7 @@ def test_the_engines_own_arguments_go_to_it_as_they_are():
 def test_what_is_not_given_is_left_to_the_engine():
     assert VllmConfig().engine_arguments() == {
         "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
         "enable_expert_parallel": False,
         "enable_lora": False,
         "pipeline_parallel_size": 1,
@@ -57,6 +59,7 @@ def test_no_argument_is_both_passed_on_and_refused():
         ({"load_format": "dummy"}, ("weights",)),
         ({"sleep_level": 2}, ("weights",)),
         ({"tensor_parallel_size": 2}, ("slots",)),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, ("slots",)),
     ],
 )
 def test_adapters_are_refused_beside_what_would_break_them(beside, facts):
@@ -161,6 +164,46 @@ def test_expert_parallel_ranks_must_divide_the_experts(keys, ranks, facts):
         check()
 
 
+def test_data_parallel_ranks_divide_the_experts_with_the_tensor_parallel_ones():
+    config = VllmConfig(tensor_parallel_size=2, data_parallel_size=4, enable_expert_parallel=True)
+    config.check_model({"model_type": "qwen3_moe", "num_experts": 16})
+    facts = ("12 experts", "tensor_parallel_size 2", "data_parallel_size 4", "= 8")
+    with raises_error(ValueError, "enable_expert_parallel", *facts):
+        config.check_model({"model_type": "qwen3_moe", "num_experts": 12})
+
+
+def test_a_dense_model_has_replicas_instead_of_data_parallel_ranks():
+    config = VllmConfig(data_parallel_size=2, enable_expert_parallel=True)
+    with raises_error(ValueError, "data_parallel_size", "qwen3", "device_mapping"):
+        config.check_model({"model_type": "qwen3"})
+
+
+@pytest.mark.parametrize(
+    ("beside", "fact"), [({}, "enable_expert_parallel"), ({"pipeline_parallel_size": 2}, "pipeline_parallel_size")]
+)
+def test_what_data_parallel_ranks_need_is_a_mistake_of_check(run, beside, fact):
+    keys = {"data_parallel_size": 2, "enable_expert_parallel": bool(beside), **beside}
+    with raises_error(ValidationError, "data_parallel_size", fact):
+        VllmConfig.model_validate(keys)
+    text = ", ".join(f"{key}: {str(value).lower()}" for key, value in keys.items())
+    slots = "actor_infer.device_mapping=[0,1,2,3]"
+    ((_, _, key),) = problems(run, f"{{{text}}}", slots)
+    assert key.startswith("actor_infer.strategy_args.strategy_config")
+
+
+def test_data_parallel_ranks_need_the_slots_of_one_worker(run):
+    """2 × 2 slots per worker."""
+    random = "actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 8}"
+    config = "{tensor_parallel_size: 2, data_parallel_size: 2, enable_expert_parallel: true}"
+    loaded = load(run(config), (random, "actor_infer.device_mapping=[0,1,2,3,4,5,6,7]"), load_registry()).config
+    assert loaded.actor_infer.num_gpus_per_worker == 4
+    with pytest.raises(ConfigError) as raised:
+        load(run(config), (random, "actor_infer.device_mapping=[0,1]"), load_registry())
+    (found,) = raised.value.problems
+    assert (found.key, found.code) == ("actor_infer", "ROLL-C014")
+    assert mentions(found.message, "device_mapping", "2", "4")
+
+
 @pytest.mark.parametrize(
     "key", [{"enable_eplb": True}, {"eplb_config": {"num_redundant_experts": 2}}, {"enable_elastic_ep": True}]
 )
@@ -233,7 +276,14 @@ def test_experts_that_ranks_cannot_divide_are_a_mistake_of_check(run):
     assert [key for _, _, key in redundant] == ["actor_infer.strategy_args.strategy_config"]
 
 
-@pytest.mark.parametrize(("key", "value"), [("enable_prefix_caching", "false"), ("pipeline_parallel_size", "2")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("enable_prefix_caching", "false"),
+        ("pipeline_parallel_size", "2"),
+        ("data_parallel_size", "2, enable_expert_parallel: true"),
+    ],
+)
 def test_router_replay_needs_the_prefix_cache_and_one_stage(run, key, value):
     random = "actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 4}"
     with pytest.raises(ConfigError) as raised:
@@ -245,6 +295,10 @@ def test_router_replay_needs_the_prefix_cache_and_one_stage(run, key, value):
 
 
 def test_an_engine_over_two_nodes_is_a_mistake_where_its_slots_are_written(run):
+    file = run("{data_parallel_size: 2, enable_expert_parallel: true}")
+    with pytest.raises(ConfigError) as raised:
+        load(file, ("num_gpus_per_node=1", "actor_infer.device_mapping=[0,1]"), load_registry())
+    assert [(each.key, each.code) for each in raised.value.problems] == [("actor_infer.device_mapping", "ROLL-C019")]
     file = run("{tensor_parallel_size: 2}")
     load(file, ("num_gpus_per_node=4", "actor_infer.device_mapping=[4,5,0,1]"), load_registry())
     load(file, ("actor_infer.device_mapping=[3,4]",), load_registry())  # nodes may have eight

@@ -47,6 +47,19 @@ def test_steps_are_summed_up_and_levels_averaged():
     )
 
 
+def test_levels_of_data_parallel_ranks_are_added():
+    """Each rank's last level counts until its next step; the cache is that of both ranks together."""
+    metrics = VllmMetrics()
+    metrics.add_step(scheduler(4, 3, 0.5), iteration(20, 4), 0)
+    metrics.add_step(scheduler(2, 1, 0.1), iteration(9, 2), 1)
+    metrics.add_step(scheduler(0, 0, 0.0), iteration(0, 4), 0)
+    found = metrics.take()
+    assert (found["steps"], found["prompt_tokens"], found["generated_tokens"]) == (3, 29, 10)
+    assert (found["running/max"], found["running/mean"]) == (6, 4)  # 4, 4 + 2, 0 + 2
+    assert (found["waiting/max"], found["kv_cache_usage/max"]) == (4, 0.5)
+    assert found["kv_cache_usage/mean"] == pytest.approx((0.5 + 0.3 + 0.05) / 3)
+
+
 def test_nothing_is_told_twice():
     metrics = VllmMetrics()
     metrics.add_step(scheduler(4, 3, 0.5), iteration(20, 4))

@@ -427,9 +427,17 @@ def test_experts_have_blocks_and_are_computed_with_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_two_ranks_have_the_blocks_of_experts(expert_parallel):
-    engine = begin(EXPERTS, BlockLive, tensor_parallel_size=2, enable_expert_parallel=expert_parallel)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"data_parallel_size": 2, "enable_expert_parallel": True},
+    ],
+    ids=["tensor", "expert", "data"],
+)
+def test_two_ranks_have_the_blocks_of_experts(keys):
+    engine = begin(EXPERTS, BlockLive, **keys)
     try:
         check_experts(engine)
     finally:

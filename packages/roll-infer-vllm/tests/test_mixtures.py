@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +15,24 @@ import pytest
 import torch
 from packaging.version import Version
 from vllm_live import CACHE, start
-from vllm_mixtures import BF16, MODELS, PROMPT, InProcess, expected_logprobs, mixture
+from vllm_mixtures import (
+    BF16,
+    MODELS,
+    PROMPT,
+    InProcess,
+    check_faults,
+    expected_logprobs,
+    expert_map,
+    mixture,
+    remote_functions,
+)
 
 import shared_tests
-from roll_core.errors import CorruptTensorError, MissingTensorError, ModelError
+from roll_core.errors import CorruptTensorError, MissingTensorError
 from roll_core.runtime.weights.broadcaster import verify
 from roll_core.spec.model import LoraSpec
-from roll_modeling.engine_experts import ExpertLayout
+from roll_modeling.engine_experts import ExpertLayout, ExpertName
+from roll_modeling.engine_weights import ExpertsTensor
 from roll_modeling.lora import add_adapters
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
@@ -311,73 +321,12 @@ def test_two_ranks_share_every_expert(kind):
 EXPERT_PARALLEL = {**CACHE, "tensor_parallel_size": 2, "enable_expert_parallel": True}
 
 
-def test_expert_parallelism_is_refused_on_a_cpu():
-    with raises_error(ModelError, "actor_infer rank 0", "enable_expert_parallel"):
-        start(mixture("qwen3_moe"), EXPERT_PARALLEL)
-
-
-def test_vllm_still_ignores_the_expert_map_on_a_cpu():
-    """When this fails, `launch._check_expert_parallel` may be no longer needed."""
+def test_vllm_still_computes_experts_of_other_ranks_on_a_cpu():
+    """When this fails, `workarounds.skip_experts_of_other_ranks` is no longer needed."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    assert "expert_map" not in inspect.getsource(CPUUnquantizedExperts.apply).partition(") -> None:")[2]
-
-
-def second_rank(function):
-    """`function` of the second rank's worker."""
-
-    def run(worker):
-        if worker.rank == 1:
-            function(worker, worker.model_runner.get_model())
-
-    return run
-
-
-@second_rank
-def save_weights(worker, model):
-    worker.saved = {name: each.detach().clone() for name, each in model.named_parameters()}
-
-
-@second_rank
-def restore_weights(worker, model):
-    for name, each in model.named_parameters():
-        each.data.copy_(worker.saved[name])
-
-
-@second_rank
-def change_element(worker, model):
-    weight = model.get_parameter("model.layers.1.mlp.experts.routed_experts.w2_weight")[2].view(-1)
-    place = weight.nonzero()[11]
-    weight[place] = torch.nextafter(weight[place], weight[place] + 1)
-
-
-@second_rank
-def shift_map(worker, model):
-    for each in model.modules():
-        if hasattr(each, "_expert_map"):
-            each._expert_map.copy_(each._expert_map.roll(1))
-
-
-@second_rank
-def shift_map_back(worker, model):
-    for each in model.modules():
-        if hasattr(each, "_expert_map"):
-            each._expert_map.copy_(each._expert_map.roll(-1))
-
-
-FAULTS = {
-    "a rank that stays stale": (save_weights, restore_weights),
-    "a changed element": (None, change_element),
-    "a shifted expert map": (None, shift_map),
-}
-"""Functions that each rank runs before and after an update; they do something on the second."""
-
-
-def expert_map(worker):
-    """Place of each expert on this rank, or -1, in layer 1."""
-    return (
-        worker.model_runner.get_model().get_submodule("model.layers.1.mlp.experts.routed_experts").expert_map.tolist()
-    )
+    apply = inspect.unwrap(CPUUnquantizedExperts.apply)
+    assert "expert_map" not in inspect.getsource(apply).partition(") -> None:")[2]
 
 
 PLACEMENTS = {
@@ -390,39 +339,52 @@ experts."""
 
 @pytest.mark.parametrize("placement", ["linear", pytest.param("round_robin", marks=pytest.mark.slow)])
 def test_faults_of_one_of_two_ranks_are_found(monkeypatch, placement):
-    """With expert parallelism, which vLLM can load and read on a CPU, but not compute with."""
     kind, maps = PLACEMENTS[placement]
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    monkeypatch.setattr("roll_infer_vllm.launch._check_expert_parallel", lambda *args: None)
-    cloudpickle = pytest.importorskip("cloudpickle")  # comes with vLLM
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    on_ranks = remote_functions(monkeypatch)
     live = start(mixture(kind), {**EXPERT_PARALLEL, "expert_placement_strategy": placement})
-
-    def on_ranks(function):
-        return live.run(live.strategy._engine.collective_rpc(function))
-
     try:
-        assert on_ranks(expert_map) == maps
+        assert on_ranks(live, expert_map) == maps
         live.step()
         verify(*live.publish())
-        for name, (before, after) in FAULTS.items():
-            live.step()
-            if before is not None:
-                on_ranks(before)
-            manifest, receipt = live.publish()
-            verify(manifest, receipt)
-            on_ranks(after)
-            found = live.run(live.strategy._weights.digests(manifest))
-            with pytest.raises(CorruptTensorError):
-                verify(manifest, replace(receipt, digests=found))
-            assert "model.layers.1.mlp.experts.down_proj" in {
-                key for key, each in digests(manifest).items() if found[key] != each
-            }
-            if name == "a shifted expert map":
-                on_ranks(shift_map_back)
-            verify(*live.publish())
+        check_live(live)
+        check_faults(live, on_ranks)
     finally:
         live.close()
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_reading_biases_of_another_rank_changes_none_of_this_one(monkeypatch, matrix):
+    """A broadcast writes into its argument on all ranks but the sender."""
+    from roll_infer_vllm import experts
+
+    class Group:
+        rank_in_group = 1
+
+        def all_gather(self, places, dim):
+            return torch.tensor([0, -1])  # expert 0 is the first rank's
+
+        def broadcast(self, tensor, src):
+            assert src == 0
+            return tensor.fill_(7)
+
+    monkeypatch.setattr(experts, "get_ep_group", Group)
+    stored = torch.ones(1, 8)
+    kernel = SimpleNamespace(w1_bias=stored, w2_bias=stored)
+    routed = SimpleNamespace(
+        use_ep=True,
+        expert_map=torch.tensor([-1, 0]),
+        moe_config=SimpleNamespace(hidden_dim_unpadded=8, intermediate_size_per_partition_unpadded=4),
+        quant_method=SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel)),
+    )
+    located = ExpertsTensor(
+        module=routed,
+        parameter=f"{matrix}_bias",
+        name=ExpertName(path="experts", matrix=matrix, parameter="bias"),
+        layout=ExpertLayout(num_experts=2, hidden=8, intermediate=4, interleaved=True),
+    )
+    (read,) = experts.shards(located, 0)
+    assert read.tolist() == [7] * 8
+    assert stored.tolist() == [[1] * 8]
 
 
 def test_vllm_still_needs_names_of_weight_loaders():

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 
+from roll_core.errors import CorruptTensorError
+from roll_core.runtime.weights.broadcaster import verify
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
 from roll_core.types import WeightReceipt
@@ -20,6 +25,7 @@ from roll_modeling.engine_files import engine_files
 from roll_modeling.engine_weights import ModelWeights
 from roll_modeling.model import load_model
 from roll_modeling.portable_state import router_buffers
+from roll_testing.infer.holding import digests
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 SIZES = {
@@ -143,7 +149,7 @@ class Calls:
 
 
 class InProcess:
-    """A trainer's model beside vLLM's in the same process. `close` is to be called."""
+    """A trainer's model beside vLLM's in the same process. Call `close` at the end."""
 
     def __init__(self, kind, **arguments):
         from vllm import LLM
@@ -222,3 +228,90 @@ def expected_logprobs(model, tokens):
     ids = torch.as_tensor([*PROMPT, *tokens])
     with torch.no_grad():
         return model(ids[None]).logits[0].float().log_softmax(-1)[len(PROMPT) - 1 : -1]
+
+
+# -- faults of one of two ranks ----------------------------------------------------------------------------------------
+
+
+def remote_functions(monkeypatch):
+    """`on_ranks(live, function)` calls a function of the worker in each process and returns the results."""
+    import cloudpickle  # comes with vLLM
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return lambda live, function: live.run(live.strategy._processes._call(function))
+
+
+def expert_map(worker):
+    """Place of each expert on this rank, or -1, in layer 1."""
+    routed = worker.model_runner.get_model().get_submodule("model.layers.1.mlp.experts.routed_experts")
+    return routed.expert_map.tolist()
+
+
+def second_rank(function):
+    """`function` of the second rank's worker, which may be a tensor-parallel or a data-parallel rank."""
+
+    def run(worker):
+        if worker.rank + worker.parallel_config.data_parallel_rank == 1:
+            function(worker, worker.model_runner.get_model())
+
+    return run
+
+
+@second_rank
+def save_weights(worker, model):
+    worker.saved = {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+@second_rank
+def restore_weights(worker, model):
+    for name, each in model.named_parameters():
+        each.data.copy_(worker.saved[name])
+
+
+@second_rank
+def change_element(worker, model):
+    weight = model.get_parameter("model.layers.1.mlp.experts.routed_experts.w2_weight")[2].view(-1)
+    place = weight.nonzero()[11]
+    weight[place] = torch.nextafter(weight[place], weight[place] + 1)
+
+
+@second_rank
+def shift_map(worker, model):
+    for each in model.modules():
+        if hasattr(each, "_expert_map"):
+            each._expert_map.copy_(each._expert_map.roll(1))
+
+
+@second_rank
+def shift_map_back(worker, model):
+    for each in model.modules():
+        if hasattr(each, "_expert_map"):
+            each._expert_map.copy_(each._expert_map.roll(-1))
+
+
+FAULTS = {
+    "a rank that stays stale": (save_weights, restore_weights),
+    "a changed element": (None, change_element),
+    "a shifted expert map": (None, shift_map),
+}
+"""Functions that each rank runs before and after an update; they do something on the second."""
+
+
+def check_faults(live, on_ranks):
+    """Each of them shows in the digests, and the next update repairs it."""
+    for name, (before, after) in FAULTS.items():
+        live.step()
+        if before is not None:
+            on_ranks(live, before)
+        manifest, receipt = live.publish()
+        verify(manifest, receipt)
+        on_ranks(live, after)
+        found = live.run(live.strategy._weights.digests(manifest))
+        with pytest.raises(CorruptTensorError):
+            verify(manifest, replace(receipt, digests=found))
+        wrong = {key for key, each in digests(manifest).items() if found[key] != each}
+        assert "model.layers.1.mlp.experts.down_proj" in wrong
+        if name == "a shifted expert map":
+            on_ranks(live, shift_map_back)
+        verify(*live.publish())

@@ -141,7 +141,8 @@ EXPECTED = {
         "actor_train.training_args.gradient_accumulation_steps": 8,
         # four data-parallel copies of two GPUs share their experts: one engine of eight
         "actor_infer.strategy_args.strategy_config": {
-            "tensor_parallel_size": 8,
+            "tensor_parallel_size": 2,
+            "data_parallel_size": 4,
             "enable_expert_parallel": True,
             "gpu_memory_utilization": 0.5,
         },
@@ -422,12 +423,23 @@ def test_every_key_of_a_file_is_reported_once(registry):
                 {f"actor_infer.strategy_args.strategy_config.{name}": value for name, value in ours.items()},
             )
             for sizes, key, status, ours in (
-                ({"data_parallel_size": 4}, "data_parallel_size", "not needed", {"tensor_parallel_size": 2}),
+                (
+                    {"data_parallel_size": 4},
+                    "data_parallel_size",
+                    "not needed",
+                    {"tensor_parallel_size": 2, "data_parallel_size": None},
+                ),
                 (
                     {"data_parallel_size": 4, "expert_parallel_size": 8},
-                    "expert_parallel_size",
-                    "changed",
-                    {"tensor_parallel_size": 8, "enable_expert_parallel": True},
+                    "data_parallel_size",
+                    "renamed",
+                    {"tensor_parallel_size": 2, "data_parallel_size": 4, "enable_expert_parallel": True},
+                ),
+                (
+                    {"name": "sglang", "data_parallel_size": 4, "expert_parallel_size": 8},
+                    "data_parallel_size",
+                    "not needed",
+                    {"tp_size": 8, "ep_size": 8, "data_parallel_size": None},
                 ),
                 (
                     {"name": "sglang", "tensor_model_parallel_size": 4, "expert_parallel_size": 2},

@@ -26,7 +26,7 @@ _REASONS: dict[str, str] = {
     "is always on, because the run's metrics come from it": "disable_log_stats aggregate_engine_logging",
     "is set by device_mapping: each replica is a worker": """
         data_parallel_address data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb
-        data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port data_parallel_size
+        data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port
         data_parallel_size_local data_parallel_start_rank nnodes node_rank master_addr master_port device_ids
         distributed_executor_backend
     """,

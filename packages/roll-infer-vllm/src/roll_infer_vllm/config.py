@@ -22,6 +22,8 @@ else:
     )
     """All engine arguments of vLLM, so that unknown ones are rejected with the nearest name. vLLM validates values."""
 
+MORE_REPLICAS = "and give device_mapping more slots: each worker is a replica"
+
 
 class VllmConfig(_EngineKeys):
     """`strategy_config` of `vllm`. Keys that are not set keep vLLM's defaults unless stated otherwise."""
@@ -34,10 +36,14 @@ class VllmConfig(_EngineKeys):
     tensor_parallel_size: PositiveInt = 1
     """Tensor parallel size: number of slots over which each layer is sharded."""
     pipeline_parallel_size: PositiveInt = 1
-    """Pipeline parallel size: number of stages. A worker takes tensor × pipeline parallel slots."""
+    """Pipeline parallel size: number of stages. A worker takes tensor × pipeline × data parallel slots."""
+    data_parallel_size: PositiveInt = 1
+    """Data parallel size of attention in a mixture of experts: number of ranks, of `tensor_parallel_size` slots each,
+    that generate different sequences and share the experts. Needs `enable_expert_parallel`. To serve a dense model on
+    more slots, use more replicas: give `device_mapping` more slots."""
     enable_expert_parallel: bool = False
-    """Give each tensor-parallel rank some of the experts whole, instead of a part of every expert. The number of
-    experts must be divisible by `tensor_parallel_size`."""
+    """Give each slot some of the experts whole, instead of a part of every expert. The number of experts must be
+    divisible by `tensor_parallel_size` × `data_parallel_size`."""
     max_model_len: PositiveInt | None = None
     """Maximum sequence length, prompt plus response, in tokens. Default: the model's own limit. The KV cache must hold
     one sequence of this length."""
@@ -75,6 +81,22 @@ class VllmConfig(_EngineKeys):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_data_parallel(self) -> VllmConfig:
+        if self.data_parallel_size == 1:
+            return self
+        if not self.enable_expert_parallel:
+            raise ValueError(
+                f"data_parallel_size is {self.data_parallel_size}, but enable_expert_parallel is not set: set it for a"
+                f" mixture of experts; otherwise remove data_parallel_size, {MORE_REPLICAS}"
+            )
+        if self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size is {self.data_parallel_size} and pipeline_parallel_size"
+                f" {self.pipeline_parallel_size}: not supported together; use tensor_parallel_size"
+            )
+        return self
+
     def adapter_problem(self) -> str:
         """Reason why the other keys do not permit an adapter; empty if they do."""
         if self.quantization:
@@ -95,6 +117,8 @@ class VllmConfig(_EngineKeys):
                 f"pipeline_parallel_size is {self.pipeline_parallel_size}: vLLM returns routed experts only of models"
                 " in one stage"
             )
+        if self.data_parallel_size > 1:
+            raise ValueError(f"data_parallel_size is {self.data_parallel_size}: not tested with routed experts; use 1")
 
     def weight_format(self) -> WeightFormat:
         """Format in which the trainer sends weights: `quantization` if it is set, otherwise the model's dtype."""
@@ -105,25 +129,36 @@ class VllmConfig(_EngineKeys):
         super().check_model(keys)
         if self.quantization == "fp8" and has_experts(keys):
             raise ValueError("quantization: fp8 does not support mixtures of experts: use fp8_per_block")
-        if self.enable_expert_parallel and "model_type" in keys and "auto_map" not in keys:
-            self._check_expert_parallel(keys)
+        self.check_experts(keys)
         if self.quantization == "fp8_per_block":
             sharing = self.tensor_parallel_size
             _check_blocks(keys, sharing, 1 if self.enable_expert_parallel else sharing)
 
-    def _check_expert_parallel(self, keys: Mapping[str, Any]) -> None:
-        experts = num_experts(keys)
+    def check_experts(self, keys: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if expert parallelism is set for a model without experts, or if the ranks cannot divide
+        them. A model with code of its own may have experts under any key."""
+        if not self.enable_expert_parallel or "model_type" not in keys or "auto_map" in keys:
+            return
+        experts, tensor, data = num_experts(keys), self.tensor_parallel_size, self.data_parallel_size
+        if not experts and data > 1:
+            raise ValueError(
+                f"data_parallel_size is {data}, but a {keys['model_type']} has no experts: remove"
+                f" enable_expert_parallel and data_parallel_size, {MORE_REPLICAS}"
+            )
         if not experts:
             raise ValueError(f"enable_expert_parallel: a {keys['model_type']} has no experts: remove the key")
-        if experts % self.tensor_parallel_size:
+        if experts % (tensor * data):
+            ranks = f"tensor_parallel_size {tensor}"
+            if data > 1:
+                ranks += f" × data_parallel_size {data} = {tensor * data}"
             raise ValueError(
-                f"enable_expert_parallel: {experts} experts cannot be divided by tensor_parallel_size"
-                f" {self.tensor_parallel_size}, the number of ranks that share them"
+                f"enable_expert_parallel: {experts} experts cannot be divided by {ranks}, the number of ranks that"
+                " share them"
             )
 
     def slots_per_worker(self) -> int:
-        """Number of slots per worker: tensor × pipeline parallel size."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """Number of slots per worker: tensor × pipeline × data parallel size."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments passed to vLLM: keys that are set or have a default other than None."""

@@ -21,17 +21,16 @@ class VllmMetrics(EngineMetrics):
 
     def __init__(self) -> None:
         super().__init__(COUNTERS)
+        self._latest: dict[int, tuple[float, float, float]] = {}
+        """Latest gauges of each data-parallel rank."""
 
-    def add_step(self, scheduler: Any, iteration: Any) -> None:
-        """Add the statistics of one step; either argument may be None."""
+    def add_step(self, scheduler: Any, iteration: Any, rank: int = 0) -> None:
+        """Add the statistics of one step of a data-parallel rank; either of the first two may be None."""
         if scheduler is not None:
-            self.sample(
-                {
-                    "running": scheduler.num_running_reqs,
-                    "waiting": scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs,
-                    "kv_cache_usage": scheduler.kv_cache_usage,
-                }
-            )
+            waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
+            self._latest[rank] = scheduler.num_running_reqs, waiting, scheduler.kv_cache_usage
+            running, waiting, usage = map(sum, zip(*self._latest.values(), strict=True))
+            self.sample({"running": running, "waiting": waiting, "kv_cache_usage": usage / len(self._latest)})
             self.count("prefix_cache_queries", scheduler.prefix_cache_stats.queries)
             self.count("prefix_cache_hits", scheduler.prefix_cache_stats.hits)
         if iteration is not None:
@@ -55,7 +54,7 @@ def stat_logger(metrics: VllmMetrics) -> Any:
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
             """Forward the statistics of one step; called by vLLM."""
-            metrics.add_step(scheduler_stats, iteration_stats)
+            metrics.add_step(scheduler_stats, iteration_stats, engine_idx)
 
         def log_engine_initialized(self) -> None:
             """Do nothing."""

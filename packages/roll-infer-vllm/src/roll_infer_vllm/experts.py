@@ -94,7 +94,8 @@ def shards(at: ExpertsTensor, expert: int) -> list[Tensor]:
     # The map that the kernel uses, not that of the loader: a map that changed in between must show.
     owners = get_ep_group().all_gather(routed.expert_map[expert : expert + 1].contiguous(), 0).tolist()
     owner = max(range(len(owners)), key=owners.__getitem__)
-    matrix = _local(at, max(owners[get_ep_group().rank_in_group], 0)).contiguous()
+    matrix = _local(at, max(owners[get_ep_group().rank_in_group], 0))
+    matrix = matrix.clone(memory_format=torch.contiguous_format)  # a broadcast writes into its argument
     if owners[owner] < 0:
         matrix = torch.zeros_like(matrix)  # no rank computes this expert
     return [get_ep_group().broadcast(_gatherable(matrix), src=owner).to(matrix.dtype)]
@@ -112,7 +113,7 @@ def _local(at: ExpertsTensor, expert: int) -> Tensor:
     hidden, part = moe.hidden_dim_unpadded, moe.intermediate_size_per_partition_unpadded
     if isinstance(routed.quant_method, BlockExperts):
         stored: Tensor = getattr(routed, at.parameter)[expert]
-        return stored.clone()  # a broadcast writes into its argument
+        return stored
     if name.parameter == "bias":
         # The kernel has its own reference, which an update could leave behind.
         kernel = routed.quant_method.moe_kernel.fused_experts

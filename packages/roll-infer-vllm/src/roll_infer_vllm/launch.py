@@ -83,14 +83,16 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
         files = scratch.enter_context(engine_files(model, "vLLM"))
         if device == "cpu":
             _check_heads(files.head_sizes, who)
-            _check_expert_parallel(settings, who)
+        _check_experts(settings, files, who)
         if settings.quantization:
             _check_fp8(settings, files, model, device, who)
         layout = None
         if model.router_replay:
             layout = RoutingLayout.of(files.text_config)
             _check_second_runner(who)
-        arguments = _arguments(model, files, given, slots, mesh)
+        arguments = _arguments(model, files, given, slots // settings.data_parallel_size, mesh)
+        if settings.data_parallel_size > 1:
+            _prepare_data_parallel(who)
         try:
             engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
         except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
@@ -119,6 +121,24 @@ def _check_heads(found: set[int], who: str) -> None:
         )
 
 
+def _check_experts(settings: VllmConfig, files: EngineFiles, who: str) -> None:
+    """Raise `ModelError` if expert parallelism does not suit the model, which `check` may not have read."""
+    try:
+        settings.check_experts(files.text_config.to_dict())
+    except ValueError as error:
+        raise ModelError(f"{who}: {error}") from error
+
+
+def _prepare_data_parallel(who: str) -> None:
+    """Bind the life of vLLM's coordinator to the worker. Raises `UnsupportedError` for vLLM 0.31."""
+    from roll_infer_vllm.coordinator import watch_coordinator
+    from roll_infer_vllm.versions import has_data_parallel
+
+    if not has_data_parallel():
+        raise UnsupportedError(f"{who}: data_parallel_size above 1 needs vLLM 0.32: update vLLM, or remove the key")
+    watch_coordinator()
+
+
 def _check_second_runner(who: str) -> None:
     """Raise `UnsupportedError` if vLLM will not use its second model runner (V2): only V2 returns routed experts."""
     from vllm import envs
@@ -131,19 +151,6 @@ def _check_second_runner(who: str) -> None:
         raise UnsupportedError(
             f"{needs}, which needs Triton, and the installed Triton does not support this device: write mode: disable,"
             " or use strategy hf_infer"
-        )
-
-
-def _check_expert_parallel(settings: VllmConfig, who: str) -> None:
-    """Raise `ModelError` for expert parallelism on a CPU: vLLM's kernel ignores the expert map, and the engine crashes.
-
-    A test fails when it does not. Experts in fp8 have a kernel of this plugin.
-    """
-    parallel = settings.enable_expert_parallel and settings.tensor_parallel_size > 1
-    if parallel and settings.quantization != "fp8_per_block":
-        raise ModelError(
-            f"{who}: enable_expert_parallel: vLLM's kernel for CPUs does not support it: remove the key, then"
-            " tensor_parallel_size splits every expert"
         )
 
 
@@ -160,8 +167,9 @@ def _check_fp8(settings: VllmConfig, files: EngineFiles, model: ModelSpec, devic
 
 
 def _arguments(
-    model: ModelSpec, files: EngineFiles, given: Mapping[str, Any], slots: int, mesh: MeshInfo
+    model: ModelSpec, files: EngineFiles, given: Mapping[str, Any], num_workers: int, mesh: MeshInfo
 ) -> AsyncEngineArgs:
+    """Engine arguments; each data-parallel rank has `num_workers` workers."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     who = f"{mesh.role} rank {mesh.rank}"
@@ -174,7 +182,7 @@ def _arguments(
         "seed": mesh.sampling_seed % 2**31,  # for requests without a seed; differs between starts and replicas
         "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",
-        "distributed_executor_backend": "mp" if slots > 1 else single,
+        "distributed_executor_backend": "mp" if num_workers > 1 else single,
         "worker_extension_cls": "roll_infer_vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": TRANSFER},
         "enable_return_routed_experts": model.router_replay,

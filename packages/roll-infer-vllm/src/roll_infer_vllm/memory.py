@@ -27,8 +27,8 @@ def memory(question: MemoryInput) -> MemoryEstimate:
     config = question.config
     if not isinstance(config, VllmConfig):
         raise TypeError(f"expected VllmConfig, got {type(config).__name__}")
-    slots = config.slots_per_worker()
-    weights = weight_bytes(question, config.weight_format())[0] // slots
+    slots, copies = config.slots_per_worker(), config.data_parallel_size
+    weights = weight_bytes(question, config.weight_format(), copies)[0] // slots
     cache, how = _cache(question, config, weights)
     return MemoryEstimate(
         uses=engine_uses(
@@ -39,6 +39,7 @@ def memory(question: MemoryInput) -> MemoryEstimate:
             sleeps=config.sleep_level > 0,
             bucket_mib=config.bucket_mib,
             weight_format=config.weight_format(),
+            copies=copies,
         ),
         savings=tuple(_savings(question, config, cache)),
     )

@@ -29,8 +29,8 @@ class VllmProcesses(EngineProcesses):
 
     engine = "vLLM"
 
-    def __init__(self, engine: AsyncLLM, who: str) -> None:
-        self._engine, self.who = engine, who
+    def __init__(self, engine: AsyncLLM, who: str, data_parallel_size: int = 1) -> None:
+        self._engine, self.who, self._has_ranks = engine, who, data_parallel_size > 1
         self.adapter: Any = None
         """`LoRARequest` of the loaded adapter; None before the first update, when an adapter would change nothing."""
 
@@ -38,8 +38,7 @@ class VllmProcesses(EngineProcesses):
     async def act(self, action: Action, argument: Any, *, version: int | None = None) -> list[Any]:
         if version is not None:
             await self._engine.update_weight_version(str(version))
-        results: list[Any] = await self._engine.collective_rpc("roll_act", args=(action, argument))
-        return results
+        return await self._call("roll_act", action, argument)
 
     @override
     async def begin_update(self) -> None:
@@ -53,7 +52,7 @@ class VllmProcesses(EngineProcesses):
 
     @override
     async def finish_update(self) -> None:
-        failures = await self._engine.collective_rpc("roll_load_failure")
+        failures = await self._call("roll_load_failure")
         await self._engine.finish_weight_update()
         if failure := next(filter(None, failures), ""):
             raise WeightSyncError(f"{self.who}: a vLLM process failed to load weights: {failure}")
@@ -68,6 +67,19 @@ class VllmProcesses(EngineProcesses):
         except Exception as error:  # vLLM raises no specific type for errors in its processes
             raise WeightSyncError(f"{self.who}: vLLM rejected the adapter: {error}") from error
         self.adapter = LoRARequest(**fields)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method in every process. Returns the results of the first data-parallel rank's processes first.
+
+        `AsyncLLM.collective_rpc` calls the processes of all data-parallel ranks, but returns only the first one's
+        results.
+        """
+        if not self._has_ranks:
+            results: list[Any] = await self._engine.collective_rpc(method, args=arguments)
+            return results
+        call = ("collective_rpc", method, None, arguments, None)
+        by_rank = await self._engine.engine_core.call_utility_all_async(*call)
+        return [result for results in by_rank for result in results]
 
 
 def adapter_arguments(lora: LoraSpec) -> Mapping[str, Any]:

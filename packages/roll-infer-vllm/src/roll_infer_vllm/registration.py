@@ -10,7 +10,7 @@ TRANSFER = "roll"
 
 def register() -> None:
     """Register the weight transfer engine and the quantization method, and end the process when the worker exits. On a
-    CPU also mend vLLM's router.
+    CPU also mend vLLM's mixtures of experts.
 
     The weight transfer module is imported only when an engine uses it. Idempotent.
     """
@@ -27,6 +27,8 @@ def register() -> None:
     import roll_infer_vllm.fp8  # noqa: F401 - its decorators register
 
     if current_platform.is_cpu():
-        from roll_infer_vllm.workarounds import route_with_correction_biases
+        from roll_infer_vllm import workarounds
 
-        route_with_correction_biases()
+        workarounds.route_with_correction_biases()
+        workarounds.skip_experts_of_other_ranks()
+        workarounds.exchange_uneven_parts()

@@ -95,7 +95,7 @@ class VllmStrategy(InferStrategy):
         self._files, self._layout = launched.files, launched.layout
         self._max_model_len = int(engine.model_config.max_model_len)
         try:
-            processes = self._processes = VllmProcesses(engine, self._who)
+            processes = self._processes = VllmProcesses(engine, self._who, self._settings.data_parallel_size)
             if model.lora is not None:
                 self._weights = AdapterWeights(processes, mesh.role, model.lora)
             else:

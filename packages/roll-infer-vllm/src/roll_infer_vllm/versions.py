@@ -23,6 +23,13 @@ SINCE: Mapping[str, str] = {
 """Engine arguments that the oldest supported version lacks, each with the first version that has it."""
 
 
+def has_data_parallel() -> bool:
+    """True if vLLM returns results of all data-parallel ranks, and gives them different random numbers (0.32)."""
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    return hasattr(AsyncMPClient, "call_utility_all_async")
+
+
 def server_arguments() -> Any:
     """Arguments of `vllm serve` with their default values."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser

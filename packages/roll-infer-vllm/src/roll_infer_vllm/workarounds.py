@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
@@ -172,3 +175,66 @@ def route_with_correction_biases() -> None:
         )
 
     CPURouter._compute_routing = compute_with_biases
+
+
+def skip_experts_of_other_ranks() -> None:
+    """Make vLLM's experts for a CPU skip those of other ranks (expert parallelism). Idempotent.
+
+    vLLM 0.32 and 0.33 ignore the expert map there: the kernel reads past the experts of this rank, and crashes.
+    """
+    apply = CPUUnquantizedExperts.apply
+    if hasattr(apply, "__wrapped__"):
+        return
+
+    @wraps(apply)
+    def apply_own(
+        experts: Any, *, output: Any, topk_weights: Any, topk_ids: Any, expert_map: Any, **arguments: Any
+    ) -> None:
+        others = None
+        if expert_map is not None:
+            local_ids_TK = expert_map[topk_ids.long()].to(topk_ids.dtype)
+            others = local_ids_TK < 0
+            topk_ids, topk_weights = local_ids_TK.clamp(min=0), topk_weights.masked_fill(others, 0)
+        weights = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+        apply(experts, output=output, **weights, **arguments)
+        if others is not None and arguments["apply_router_weight_on_input"]:  # K is 1, and weights are not applied here
+            output.masked_fill_(others, 0)
+
+    CPUUnquantizedExperts.apply = apply_own
+
+
+def exchange_uneven_parts() -> None:
+    """Give vLLM's communicator for a CPU the two operations by which data-parallel ranks share experts. Idempotent.
+
+    vLLM 0.32 and 0.33 have them for accelerators only. Ranks may have different numbers of tokens.
+    """
+    if CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv:
+        CpuCommunicator.all_gatherv = _all_gatherv
+    if CpuCommunicator.reduce_scatterv is DeviceCommunicatorBase.reduce_scatterv:
+        CpuCommunicator.reduce_scatterv = _reduce_scatterv
+
+
+def _all_gatherv(group: Any, parts: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """Concatenate the rows of all ranks: of a tensor, or of each tensor of a list. `sizes` has the rows by rank."""
+    if isinstance(parts, list):
+        return [_all_gatherv(group, part, dim, sizes) for part in parts]
+    _check_rows(dim)
+    if sizes is None:
+        return group.all_gather(parts.contiguous(), 0)
+    padded = parts.new_zeros(max(sizes), *parts.shape[1:])
+    padded[: len(parts)] = parts
+    gathered = group.all_gather(padded, 0).split(max(sizes))
+    return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+
+
+def _reduce_scatterv(group: Any, rows: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
+    """Sum over ranks, of which this rank gets its own rows. `sizes` has the rows by rank."""
+    _check_rows(dim)
+    summed: Tensor = group.all_reduce(rows.clone())
+    part: Tensor = torch.split(summed, sizes or len(summed) // group.world_size)[group.rank_in_group]
+    return part.contiguous()
+
+
+def _check_rows(dim: int) -> None:
+    if dim:
+        raise NotImplementedError(f"ranks exchange rows on a CPU; found dimension {dim}")

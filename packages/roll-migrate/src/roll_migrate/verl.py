@@ -387,8 +387,8 @@ class _VerlConversion(Conversion):
         )
         added = self._placed("actor_infer", "vllm")
         if name in ("vllm", "sglang", "None"):
-            values = {size: 2 * verl.expert_parallel_copies(self.source), memory: 0.5}
-            added += self._in(f"actor_infer.{verl.STRATEGY}", values)
+            copies = verl.expert_parallel_copies(self.source) if name == "sglang" else 1
+            added += self._in(f"actor_infer.{verl.STRATEGY}", {size: 2 * copies, memory: 0.5})
         return added
 
 

@@ -558,8 +558,9 @@ def _engine_key(vllm: str, sglang: str = "") -> KeyRule:
 
 
 def _tensor_parallel(value: Any, key: Key) -> Outcome:
-    name = "tp_size" if key.beside("name") == "sglang" else "tensor_parallel_size"
-    target, copies = f"actor_infer.{STRATEGY}.{name}", expert_parallel_copies(key.source)
+    if key.beside("name") != "sglang":
+        return Outcome("renamed", ((dotted(f"actor_infer.{STRATEGY}.tensor_parallel_size"), value),))
+    target, copies = f"actor_infer.{STRATEGY}.tp_size", expert_parallel_copies(key.source)
     if copies > 1 and isinstance(value, int):
         note = f"{value} × data_parallel_size {copies}: the engine's GPUs split attention too, instead of sequences"
         return changed(target, value * copies, note)
@@ -567,9 +568,11 @@ def _tensor_parallel(value: Any, key: Key) -> Outcome:
 
 
 def _data_parallel(value: Any, key: Key) -> Outcome:
-    if expert_parallel_copies(key.source) > 1:
+    if expert_parallel_copies(key.source) == 1:
+        return Outcome("not needed", (), "replicas are set by device_mapping")
+    if key.beside("name") == "sglang":
         return Outcome("not needed", (), "tensor_model_parallel_size has it")
-    return Outcome("not needed", (), "replicas are set by device_mapping")
+    return Outcome("renamed", ((dotted(f"actor_infer.{STRATEGY}.data_parallel_size"), value),))
 
 
 def _expert_parallel(value: Any, key: Key) -> Outcome:
@@ -1146,7 +1149,7 @@ ROLLOUT_KEYS: Table = {
     "qat": unneeded("that of the actor decides"),
     "enable_rollout_routing_replay": change("→ `router_replay.mode`: R3", _routing_replay),
     "quantization_config_file": refused("set quantization"),
-    "data_parallel_size": change("not needed, or part of `tensor_parallel_size` with experts", _data_parallel),
+    "data_parallel_size": change("same in vllm and part of `tp_size` of sglang with experts", _data_parallel),
     "expert_parallel_size": change("→ `enable_expert_parallel` of vllm, `ep_size` of sglang", _expert_parallel),
     "disaggregation": switched("prefill and decode use the same replica", "enabled"),
     "mtp": switched("multi-token prediction layers are not trained"),

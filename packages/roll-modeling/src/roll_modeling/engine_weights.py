@@ -53,7 +53,7 @@ class EngineProcesses(ABC):
 
     @abstractmethod
     async def act(self, action: Action, argument: Any, *, version: int | None = None) -> list[Any]:
-        """Call `LoadedModel.act` in each engine process. Returns the results by rank.
+        """Call `LoadedModel.act` in each engine process. Returns the results of all of them.
 
         With `version`, the engine labels all further tokens with this weight version. Raises `WeightSyncError` if a
         process failed.
@@ -133,7 +133,7 @@ class ModelWeights(EngineWeights):
     @override
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
         expected = [(entry.name, entry.dtype, entry.digest) for entry in manifest.tensors]
-        return _merged(await self._processes.act("digest", expected, version=manifest.version))
+        return _merged(await self._processes.act("digest", expected, version=manifest.version), manifest)
 
     @override
     def close(self) -> None:
@@ -167,7 +167,7 @@ class AdapterWeights(EngineWeights):
     @override
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
         expected = [(entry.name, list(entry.shape), entry.digest) for entry in manifest.tensors]
-        return _merged(await self._processes.act("digest_adapter", expected, version=manifest.version))
+        return _merged(await self._processes.act("digest_adapter", expected, version=manifest.version), manifest)
 
     @override
     def close(self) -> None:
@@ -258,7 +258,7 @@ class LoadedModel(ABC):
     device: str
     """Torch device of this process."""
     rank: int
-    """Tensor parallel rank. Only rank 0 returns digests, of the gathered tensors."""
+    """Tensor parallel rank. Only rank 0 returns digests, of the gathered tensors; of each data-parallel copy one."""
     dtype: torch.dtype
     """The model's dtype. Some tensors have a wider one, such as those of routers."""
 
@@ -355,6 +355,10 @@ class LoadedModel(ABC):
         return sent if torch.equal(sent.to(loaded.dtype), loaded) else loaded
 
 
-def _merged(results: Iterable[Mapping[str, str]]) -> Mapping[str, str]:
-    """Digests of all processes in one mapping."""
-    return {name: each for result in results for name, each in result.items()}
+def _merged(results: Iterable[Mapping[str, str]], manifest: WeightManifest) -> Mapping[str, str]:
+    """Digests of all processes in one mapping. If copies of a tensor differ, the digest of a wrong copy."""
+    sent = {entry.name: entry.digest for entry in manifest.tensors}
+    merged: dict[str, str] = {}
+    for result in results:
+        merged |= {name: digest for name, digest in result.items() if merged.get(name, sent[name]) == sent[name]}
+    return merged

@@ -126,12 +126,14 @@ def engine_uses(
     sleeps: bool,
     bucket_mib: int,
     weight_format: WeightFormat = "dtype",
+    copies: int = 1,
 ) -> tuple[MemoryItem, ...]:
     """Memory of an engine's slot with its own cache: its part of the weights, the cache, and the bucket for updates.
 
-    An engine that `sleeps` frees the cache, and also the weights if they are not in host memory.
+    An engine that `sleeps` frees the cache, and also the weights if they are not in host memory. `copies` as for
+    `weight_bytes`.
     """
-    num_bytes, formula = weight_bytes(question, weight_format)
+    num_bytes, formula = weight_bytes(question, weight_format, copies)
     return (
         MemoryItem(
             what="weights",
@@ -149,12 +151,22 @@ def engine_uses(
     )
 
 
-def weight_bytes(question: MemoryInput, weight_format: WeightFormat) -> tuple[int, str]:
-    """Bytes of an engine's whole model, and their formula.
+def weight_bytes(question: MemoryInput, weight_format: WeightFormat, copies: int = 1) -> tuple[int, str]:
+    """Bytes of an engine's whole model, and their formula, with data-parallel `copies` of everything but the experts.
 
     In fp8 the layers' matrices take one byte per element, plus four bytes for the scale of each row, or of each block.
     Only the latter format includes experts.
     """
+    num_bytes, formula = _format_bytes(question, weight_format)
+    if copies == 1:
+        return num_bytes, formula
+    per_expert_weight = 1 + 4 / fp8.BLOCK**2 if weight_format == "fp8_per_block" else DTYPE_BYTES[question.dtype]
+    experts = round(per_expert_weight * sum(layer.experts for layer in question.model.layers))
+    others = num_bytes - experts
+    return experts + copies * others, f"({formula} + {copies - 1} × {others >> 20} MiB outside of the experts)"
+
+
+def _format_bytes(question: MemoryInput, weight_format: WeightFormat) -> tuple[int, str]:
     size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
     if weight_format == "dtype":
         return size * parameters, f"{size} × {millions(parameters)}"
