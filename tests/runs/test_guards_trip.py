@@ -107,7 +107,9 @@ def test_an_engine_that_confirms_weights_that_it_never_loads_is_found_at_the_sec
     probe = controller.logprob_probe
 
     async def probe_engine(*roles, can, **options):
-        return await probe(*roles, can=replace(can, prompt_logprobs=prompt_logprobs), **options)
+        readings = await probe(*roles, can=replace(can, prompt_logprobs=prompt_logprobs), **options)
+        assert all((reading.fixed is not None) == prompt_logprobs for reading in readings.values())
+        return readings
 
     monkeypatch.setattr(controller, "logprob_probe", probe_engine)
     config = local_runs.rlvr(guards={"logprob_probe": "warn"})
