@@ -1,4 +1,4 @@
-"""What holds for every file of the core and of the packages that were split from it, asked of their syntax trees."""
+"""Rules for every file of all packages, checked on syntax trees."""
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
@@ -20,31 +20,7 @@ PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 CORE = PACKAGES / "roll-core" / "src" / "roll_core"
 IN_CORE = sorted(CORE.rglob("*.py"))
 MODELING = sorted((PACKAGES / "roll-modeling").rglob("src/**/*.py"))
-OTHERS = sorted(
-    path
-    for name in (
-        *(
-            "roll-executor-ray",
-            "roll-infer-hf",
-            "roll-migrate",
-            "roll-rewards",
-            "roll-strategy-hf",
-            "roll-testing",
-            "roll-tools",
-            "roll-trackers",
-        ),
-        *(
-            "roll-environments",
-            "roll-pipeline-agentic",
-            "roll-pipeline-diffusion",
-            "roll-pipeline-distill",
-            "roll-pipeline-preference",
-            "roll-weight-transports",
-        ),
-    )
-    for path in (PACKAGES / name).rglob("src/**/*.py")
-)
-MODULES = [*IN_CORE, *MODELING, *OTHERS]
+MODULES = sorted(PACKAGES.glob("*/src/**/*.py"))
 NAMES = {
     *("vllm", "sglang", "deepspeed", "megatron", "fsdp2", "hf", "cuda", "rocm", "npu", "ray"),
     *(f"{name}_{kind}" for name in ("hf", "fsdp2", "deepspeed", "megatron") for kind in ("train", "infer")),
@@ -169,7 +145,7 @@ def decorators(function: ast.FunctionDef) -> set[str]:
 def test_no_validator_replaces_one_of_a_base_by_chance():
     """pydantic runs a validator of the same name instead of the base's; `@override` marks those that mean it."""
     classes: dict[str, list[ast.ClassDef]] = {}
-    for path in sorted(PACKAGES.glob("*/src/**/*.py")):
+    for path in MODULES:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append(node)
