@@ -34,7 +34,7 @@ PUBLIC = {
         "data",
         "pipelines",
         "http_requests",
-        "runtime.workers.reward_pool",
+        "reward_pool",
     ),
     "roll_modeling": (
         *("bucket_plan", "checkpoints", "digests", "export", "extensions", "logprobs", "lora", "memory", "model"),

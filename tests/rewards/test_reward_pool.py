@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from roll_core.errors import RewardFailure
-from roll_core.runtime.workers.reward_pool import RewardPool
+from roll_core.reward_pool import RewardPool
 from roll_testing.errors import raises_error
 
 TARGET = """
@@ -292,7 +292,7 @@ def test_judges_die_with_their_parent_even_if_it_is_killed(user_module, tmp_path
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(f"""
-        from roll_core.runtime.workers.reward_pool import RewardPool
+        from roll_core.reward_pool import RewardPool
         pool = RewardPool("{user_module(TARGET)}:prepare", {{}}, size=1, start_timeout_s=60.0)
         print(pool.call({{"act": "pid", "value": 0}}, 60), flush=True)
         pool.call({{"act": "{busy_with}"}}, 5.0)

@@ -23,6 +23,7 @@ from roll_core.types import Group
 from roll_modeling import rendezvous
 
 RUNTIME = Path(roll_core.runtime.__file__).parent
+PROCESSES = [RUNTIME.parent / "reward_pool.py", RUNTIME.parent / "reward_process.py", Path(rendezvous.__file__)]
 TOOLS = Path(roll_tools.__file__).parent
 
 TASKS = {
@@ -55,18 +56,18 @@ THREADS = {
     ("records/manifest.py", "_in_parallel"): "map raises in the caller",
     ("rendezvous.py", "__init__"): "its clients lose their connection, or wait up to their timeout",
     ("rendezvous.py", "_accept"): "its client loses its connection",
-    ("workers/reward_process.py", "main"): "in a child process, whose parent keeps the deadline",
-    ("workers/reward_pool.py", "_grow"): "see `_make_ready`: the child is discarded",
+    ("reward_process.py", "main"): "in a child process, whose parent keeps the deadline",
+    ("reward_pool.py", "_grow"): "see `_make_ready`: the child is discarded",
     ("workers/reward.py", "__init__"): "run_in_executor raises in who awaits",
 }
 """Functions that start threads, and what becomes of an exception there."""
 
 
 def calls(*names):
-    """(file, function) of every call of these names in the runtime, the store of its workers, and roll-tools."""
+    """(file, function) of every call of these names in the runtime, in `PROCESSES` and in roll-tools."""
     found = Counter()
     files = {file: file.relative_to(RUNTIME).as_posix() for file in RUNTIME.rglob("*.py")}
-    files |= {Path(rendezvous.__file__): "rendezvous.py"}
+    files |= {file: file.name for file in PROCESSES}
     files |= {file: file.relative_to(TOOLS).as_posix() for file in TOOLS.rglob("*.py")}
     for file, path in files.items():
         for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
-from roll_core.runtime.workers.reward_pool import RewardPool
-from roll_core.runtime.workers.reward_process import describe
+from roll_core.reward_pool import RewardPool
+from roll_core.reward_process import describe
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_rewards.user_function import RewardValues, prepare

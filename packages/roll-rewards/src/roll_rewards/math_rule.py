@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from roll_core.data.reasoning import opens_reasoning
 from roll_core.errors import DataError, RewardFailure
-from roll_core.runtime.workers.reward_pool import RewardPool
+from roll_core.reward_pool import RewardPool
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
 from roll_rewards.answers import truths_of

@@ -90,7 +90,7 @@ def check(
 
     Loads the function in a child process. Raises `TimeoutError` if that takes longer than `timeout_s` seconds.
     """
-    from roll_core.runtime.workers.reward_pool import RewardPool
+    from roll_core.reward_pool import RewardPool
 
     named = None if columns is None else sorted(columns)
     options = {"function": function, "signature": signature, "columns": named, "label": label}

@@ -45,7 +45,7 @@ print(json.dumps(sorted({{each.partition(".")[0] for each in sys.modules}})))
 PUBLIC = (
     *("roll_core.errors", "roll_core.types", "roll_core.spec", "roll_core.algorithms", "roll_core.data"),
     *("roll_core.pipelines", "roll_core.host", "roll_core.openmp", "roll_core.field_docs", "roll_modeling"),
-    *("roll_core.http_requests", "roll_core.runtime.workers.reward_pool"),
+    *("roll_core.http_requests", "roll_core.reward_pool"),
 )
 """Modules of ROLL that plugins may import, with their submodules."""
 

@@ -20,8 +20,8 @@ from typing_extensions import override
 from roll_core.errors import PluginLoadError, RewardFailure, error_text
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_class, load_target, schema_of
+from roll_core.reward_pool import RewardPool
 from roll_core.runtime.cluster.executors import wire
-from roll_core.runtime.workers.reward_pool import RewardPool
 from roll_core.spec.config import RewardConfig
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward

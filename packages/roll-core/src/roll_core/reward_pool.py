@@ -14,9 +14,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from roll_core import reward_process
 from roll_core.errors import RewardFailure
-from roll_core.runtime.workers import reward_process
-from roll_core.runtime.workers.reward_process import READY, encode, receive
+from roll_core.reward_process import READY, encode, receive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
