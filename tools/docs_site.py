@@ -35,7 +35,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the generated pages to the navigation."""
     (plugins,) = (section["Plugins"] for section in config.nav if "Plugins" in section)
     plugins += [INDEX, {"Examples": [f"examples/{kind}.md" for kind in _kinds()]}]
-    config.nav.append({"Reference": [f"reference/{name}.md" for name in _modules()]})
+    plugins.append({"Modules": [f"reference/{name}.md" for name in _modules()]})
     return config
 
 

@@ -107,8 +107,8 @@ _OTHERS = {
     "gkd": "distillation is the pipeline distill, see docs/distillation.md",
     "opd": "distillation is the pipeline distill, see docs/distillation.md",
     "distill": "distillation is the pipeline distill, see docs/distillation.md",
-    "one_step_off": "set async_generation_ratio of rlvr instead, see docs/rollouts.md",
-    "async": "set async_generation_ratio of rlvr instead, see docs/rollouts.md",
+    "one_step_off": "set async_generation_ratio of rlvr instead, see docs/async-training.md",
+    "async": "set async_generation_ratio of rlvr instead, see docs/async-training.md",
     "diffusion": "diffusion models are the pipeline reward_flow",
     "dance": "diffusion models are the pipeline reward_flow",
 }
