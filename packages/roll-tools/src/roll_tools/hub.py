@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from roll_core.config.secrets import Redactor
-from roll_core.errors import MissingRequirementError, ModelError, RunDirectoryError, install_command
+from roll_core.errors import ModelError, RunDirectoryError
 from roll_core.runtime.records.run_files import writing
 from roll_core.runtime.records.tracking import read_metrics
 from roll_tools.open_run import open_run
@@ -113,13 +113,9 @@ def _is_hub_id(value: str) -> bool:
 
 
 def _upload(folder: Path, repo: str, run: str, *, private: bool) -> str:
-    try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-    except ImportError as error:
-        raise MissingRequirementError(
-            f"roll-core push: huggingface_hub is not installed. Run: {install_command('roll-tools[hub]')}"
-        ) from error
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
