@@ -99,7 +99,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "reinforce": ("norm_mean_type=batch", "norm_std_type=batch"),
     "pass_at_k": ("adv_options.k=4",),
     "dr_grpo": ("adv_estimator=reinforce", "norm_mean_type=group", "loss_agg_mode=seq-mean-token-sum-norm"),
-    "dapo": ("use_pg_clip_range=true", "pg_clip_high=0.28", "loss_agg_mode=token-mean", "max_len_mask=true"),
+    "dapo": ("pg_clip_high=0.28", "loss_agg_mode=token-mean", "max_len_mask=true"),
 }
 """Keys of a method besides `pg_variant` or `adv_estimator`, and recipes that are settings of others."""
 

@@ -14,7 +14,7 @@ from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.workers.build import lora_spec, served_adapters
-from roll_core.spec.config import LORA_KEYS
+from roll_core.spec.config import ModelArguments, Needs
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainCapabilities, TrainProvider
@@ -256,4 +256,8 @@ def test_the_page_has_every_key_and_its_example_loads(read):
     assert lora_spec(config.actor_train.model_args) == LoraSpec(targets=("all-linear",), rank=16, alpha=32.0)
     assert config.stays_close
     listed = set(re.findall(r"^- `(\w+)`:", DOCS, flags=re.MULTILINE))
-    assert listed == {"lora_target", *LORA_KEYS}
+    fields = ModelArguments.model_fields.items()
+    assert listed == {
+        "lora_target",
+        *(name for name, field in fields if any(isinstance(m, Needs) for m in field.metadata)),
+    }

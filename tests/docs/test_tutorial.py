@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 import zipfile
+from typing import Any
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
@@ -85,3 +87,28 @@ def test_the_tutorials_environment_is_played_and_trained_in(here):
     last = read_metrics(here / "play" / "output" / "agentic" / "001" / "metrics.jsonl")[-1]
     assert 0 <= last["env/guess/success"] <= 1
     assert undocumented(last) == []
+
+
+@pytest.mark.slow(ci=True)
+def test_the_tutorials_pipeline_replaces_one_stage(here, tmp_path):
+    package = tmp_path / "roll-pipeline-signs"
+    write_package("pipeline", "signs", package)
+    pipeline, plugin, schema = code_of("own-pipeline.md", "python")
+    for file, code in (("pipeline", pipeline), ("plugin", plugin)):
+        (package / f"roll_pipeline_signs/{file}.py").write_text(code)
+    assert len(pipeline.splitlines()) < 30
+    assert not re.search(r"\b_[a-z]", pipeline), "a private name"
+    site = tmp_path / "site"
+    build(package, site)
+    firsts = []
+    for name in ("signs", "rlvr"):
+        roll_core(here, f"run first/rlvr.yaml pipeline={name} exp_name={name}", *SHORT, path=str(site))
+        firsts.append(read_metrics(here / "first" / "output" / name / "001" / "metrics.jsonl")[0])
+    assert firsts[0]["score/mean"] == firsts[1]["score/mean"]
+    assert firsts[0]["actor/grad_norm"] != firsts[1]["actor/grad_norm"]
+    names: dict[str, Any] = {}
+    exec(schema, names)
+    roles = {"actor_train": {}, "actor_infer": {}, "critic": {}}
+    with pytest.raises(ValueError, match="uses_values"):
+        names["SignConfig"].model_validate({"pipeline": "signs", **roles})
+    names["SignConfig"].model_validate({"pipeline": "signs", **roles, "uses_values": True})

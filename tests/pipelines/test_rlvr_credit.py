@@ -299,7 +299,7 @@ def test_the_kl_that_adapts_its_weight_is_averaged_as_the_config_says(given, mea
     asyncio.run(pipeline.setup(run))
     asyncio.run(pipeline.step(run))
     assert run.metrics["kl/mean"] == pytest.approx(mean, abs=1e-6)
-    assert pipeline.kl.coef == pytest.approx(0.1 * (1 + (mean / 0.3 - 1) * 2 / 100))
+    assert pipeline.stages.credit.kl.coef == pytest.approx(0.1 * (1 + (mean / 0.3 - 1) * 2 / 100))
 
 
 class NoisyRole(FakeRole):
@@ -444,7 +444,7 @@ def cut(experience: Experience) -> Experience:
                     rollout=index,
                 )
             )
-    return replace(experience, sequences=tuple(rows))
+    return replace(experience, rows=tuple(rows))
 
 
 RECIPES = [
@@ -478,7 +478,7 @@ def test_cutting_rollouts_into_rows_changes_no_advantage(recipe, monkeypatch):
     _, whole = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, **recipe)
     of = Experience.of
     monkeypatch.setattr(Experience, "of", lambda *args, **given: cut(of(*args, **given)))
-    monkeypatch.setattr("roll_core.pipelines.rlvr.logprob_gaps", lambda *args: (None, None))
+    monkeypatch.setattr("roll_core.pipelines.stages.logprob_gaps", lambda *args: (None, None))
     _, rows = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, **recipe)
     assert len(rows) == 2 * len(whole)
     for index, each in enumerate(whole):
@@ -516,7 +516,7 @@ def test_the_clip_of_the_kl_controllers_error_is_a_key():
     pipeline.prepare(run)
     asyncio.run(pipeline.setup(run))
     asyncio.run(pipeline.step(run))
-    assert pipeline.kl.coef == pytest.approx(0.125)
+    assert pipeline.stages.credit.kl.coef == pytest.approx(0.125)
 
 
 def test_wrong_answers_that_are_too_long_are_left_out():
@@ -868,10 +868,9 @@ def test_a_filter_keeps_rows_whose_stream_is_trained():
     experience = Experience.of([Group(id="0", samples=tuple(samples))])
     rows = [np.full(4, number, dtype=np.float32) for number in (-0.5, 0.0)]
     experience = experience.with_rows(old_logprobs=[rows[0]] * 3, advantages=[rows[1]] * 3)
-    echo = [{"echo": np.array([0, weight, 0, 0], dtype=np.float32)} for weight in (1, 0)]
-    sequences = [replace(each, streams=it) for each, it in zip(experience.sequences, [*echo, {}], strict=True)]
+    experience = experience.with_stream("echo", torch.tensor([0, 1, 0, 0, *[0] * 8]))
     correction = TrainInferCorrectionConfig(filters=[{"enabled": True}])
-    corrected, _ = correct(replace(experience, sequences=tuple(sequences)), correction)
+    corrected, _ = correct(experience, correction)
     assert [each.id for each in corrected.sequences] == ["0/0"]
     assert not corrected.mask_T.any()
 

@@ -40,9 +40,8 @@ RECIPES = {
         "pg_variant": "vanilla",
     },
     "clip-higher with dual clip": {
-        "use_pg_clip_range": True,
         "pg_clip_high": 0.28,
-        "dual_clip_loss": True,
+        "dual_clip": 3.0,
         "ppo_epochs": 2,
     },
 }

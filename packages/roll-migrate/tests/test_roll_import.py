@@ -50,7 +50,6 @@ EXPECTED = {
         "norm_std_type": "batch",
         "kl_penalty": "k2",
         "kl_loss_coef": 0.002,
-        "dual_clip_loss": True,
         "dual_clip": pytest.approx(1.2),
         "pg_variant": "ppo",
         "actor_train.data_args.template": "native",

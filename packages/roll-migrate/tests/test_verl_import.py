@@ -37,7 +37,6 @@ EXPECTED = {
         "num_return_sequences_in_group": 5,
         "adv_estimator": "grpo",
         "loss_agg_mode": "token-mean",
-        "dual_clip_loss": True,
         "shuffle": False,
         "use_kl_loss": True,
         "kl_loss_coef": 0.003,
@@ -72,7 +71,6 @@ EXPECTED = {
         "response_length": 6144,
         "rollout_batch_size": 96,
         "num_return_sequences_in_group": 12,
-        "use_pg_clip_range": True,
         "pg_clip_low": 0.2,
         "pg_clip_high": 0.3,
         "dual_clip": 10.0,
@@ -246,7 +244,7 @@ def test_every_key_of_a_file_is_reported_once(registry):
             {"arr__actor__policy_loss": {"loss_mode": "gspo"}, "arr__actor__clip_ratio_low": 3e-4},
             "actor_rollout_ref.actor.clip_ratio_low",
             "renamed",
-            {"pg_variant": "gspo", "pg_options": {"clip_low": 3e-4, "clip_high": 0.2}, "dual_clip_loss": None},
+            {"pg_variant": "gspo", "pg_options": {"clip_low": 3e-4, "clip_high": 0.2}, "dual_clip": None},
         ),
         # verl reads clip_ratio only where a bound is null
         ({"arr__actor__clip_ratio": 0.3}, "actor_rollout_ref.actor.clip_ratio", "dead", {"pg_clip": None}),
@@ -254,7 +252,7 @@ def test_every_key_of_a_file_is_reported_once(registry):
             {"arr__actor": {"clip_ratio": 0.3, "clip_ratio_low": None, "clip_ratio_high": 0.4}},
             "actor_rollout_ref.actor.clip_ratio",
             "renamed",
-            {"use_pg_clip_range": True, "pg_clip_low": 0.3, "pg_clip_high": 0.4},
+            {"pg_clip_low": 0.3, "pg_clip_high": 0.4},
         ),
         (
             {"arr__actor": {"policy_loss": {"loss_mode": "cispo"}, "clip_ratio_low": 0.9, "clip_ratio_high": 4}},
@@ -282,7 +280,7 @@ def test_every_key_of_a_file_is_reported_once(registry):
             {"arr__actor": {"policy_loss": {"loss_mode": "clip_cov"}, "clip_ratio_high": 0.3}},
             "actor_rollout_ref.actor.clip_ratio_high",
             "renamed",
-            {"pg_variant": "clip_cov", "use_pg_clip_range": True, "pg_clip_high": 0.3},
+            {"pg_variant": "clip_cov", "pg_clip_high": 0.3},
         ),
         (
             {

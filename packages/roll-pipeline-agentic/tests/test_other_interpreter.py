@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError, EnvironmentFailure, PluginLoadError
 from roll_core.spec.environment import Reply
@@ -224,7 +225,7 @@ def problems(runs: AgenticRuns, **entry: Any) -> list[tuple[str, str]]:
     path = runs.folder / "mistake.yaml"
     path.write_text(yaml.safe_dump(runs.config(custom_envs={"words": entry})), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
-        load(path, [], runs.registry)
+        load(path, [], runs.registry, FileCheck())
     return [(each.code, each.key) for each in error.value.problems]
 
 
@@ -242,7 +243,7 @@ def test_mistakes_are_found_before_the_run(runs: AgenticRuns, python: str) -> No
         {"environment": words, "python": python, "env_config": {"no_such_option": 1}},
     ]
     for entry in wrong:
-        assert problems(runs, **entry) == [("ROLL-C014", f"{at}.python")], entry
+        assert problems(runs, **entry) == [("ROLL-C040", f"{at}.python")], entry
     whole = [
         {"environment": words, "python": python, "isolation": "thread"},
         {"environment": "guess_number", "isolation": "environment"},

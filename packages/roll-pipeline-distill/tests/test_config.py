@@ -10,11 +10,12 @@ from roll_core.config import load
 from roll_core.config.dump import dump
 from roll_core.data.rows import Rows
 from roll_core.errors import ConfigError, DataError
+from roll_core.pipelines.experience import Experience
+from roll_core.pipelines.stages import policy_masks
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.config import DataArguments
 from roll_core.types import Group, Reward, Sample
 from roll_pipeline_distill.config import DistillConfig
-from roll_pipeline_distill.pipeline import DistillPipeline
 from roll_testing.errors import mentions, raises_error
 
 ROLE = {"model_args": {"random_init": {"model_type": "qwen3"}}, "device_mapping": [0]}
@@ -136,7 +137,7 @@ def test_a_combination_that_trains_nothing_or_something_else_is_refused(loaded, 
 @pytest.mark.parametrize(("keys", "kept"), [({}, ["0", "1"]), ({"difficulty_mask": True}, ["0"])])
 def test_samples_need_a_reward_only_if_something_reads_it(loaded, keys, kept):
     rewards = {"only": {"reward": "math_rule", "world_size": 1}}
-    pipeline = DistillPipeline(loaded(rewards=rewards, **keys).config)
+    config = loaded(rewards=rewards, **keys).config
     given = [Reward(value=0.5), Reward(value=None, failure="broke")]
     samples = [
         Sample(
@@ -152,9 +153,9 @@ def test_samples_need_a_reward_only_if_something_reads_it(loaded, keys, kept):
         )
         for at, reward in enumerate(given)
     ]
-    experience = pipeline.experience([Group(id="g", samples=tuple(samples))])
-    assert [each.id for each in experience.samples] == kept
-    assert pipeline._kept(experience).all()
+    experience = Experience.of([Group(id="g", samples=tuple(samples))], scored=config.reads_rewards)
+    assert [sample.id for sample in experience.samples] == kept
+    assert all(mask(experience).all() for mask in policy_masks(config))
 
 
 @pytest.mark.parametrize(
@@ -289,14 +290,16 @@ def test_vocabularies_are_compared_before_anything_is_built(loaded, tmp_path):
         "actor_train": student | write_model(tmp_path / "student", vocabulary, 64),
         "teachers": {"main": TEACHER | write_model(tmp_path / "padded", vocabulary, 128)},
     }
-    loaded(**given | TOPK)
-    with raises_error(ConfigError, "teachers.main.model_args", 128, 64, "student_topk"):
-        loaded(**given | {"kd_support": "full"})
     other = {"teachers": {"main": TEACHER | write_model(tmp_path / "other", {**vocabulary, "t63": 70}, 64)}}
-    with raises_error(ConfigError, "teachers.main.model_args", 64, "'t63'", 63):
-        loaded(**given | other)
-    with raises_error(ConfigError, "logits_topk", 65, "actor_train", 64):
-        loaded(**given | TOPK | {"logits_topk": 65})
+    for changes, key, facts in (
+        (TOPK, "", ()),
+        ({"kd_support": "full"}, "teachers.main.model_args", ("128", "64", "student_topk")),
+        (other, "teachers.main.model_args", ("'t63'", "63")),
+        (TOPK | {"logits_topk": 65}, "logits_topk", ("65", "actor_train", "64")),
+    ):
+        problems = loaded(**given | changes).config.file_problems()
+        assert list(problems) == ([key] if key else [])
+        assert all(fact in problems[key] for fact in facts)
 
 
 def test_rows_are_checked_for_what_the_config_reads(tmp_path):

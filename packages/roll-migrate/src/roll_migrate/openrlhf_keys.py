@@ -62,7 +62,7 @@ from roll_migrate.rules import (
     unneeded,
     unsupported,
 )
-from roll_migrate.shared_rules import experiment, python_function, track_with
+from roll_migrate.shared_rules import experiment, lora_dropout, python_function, track_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -346,14 +346,14 @@ def _eps_clip_range(value: Any, key: Key) -> Outcome:
     low, high = value
     if is_gspo(key.source):
         return Outcome("renamed", ((("pg_options", "clip_low"), low), (("pg_options", "clip_high"), high)))
-    writes = ((("use_pg_clip_range",), True), (("pg_clip_low",), low), (("pg_clip_high",), high))
+    writes = ((("pg_clip_low",), low), (("pg_clip_high",), high))
     return Outcome("renamed", writes, "clip-higher")
 
 
 def _dual_clip(value: Any, key: Key) -> Outcome:
     if is_gspo(key.source):
         return _kept_in(key, value, "gspo has no dual clip")
-    return Outcome("renamed", ((("dual_clip_loss",), True), (("dual_clip",), value)))
+    return Outcome("renamed", ((("dual_clip",), value),))
 
 
 def _policy_loss(value: Any, key: Key) -> Outcome:
@@ -578,7 +578,7 @@ def _common(model: str) -> Table:
         "ds.lora.rank": _lora("lora_rank"),
         "ds.lora.alpha": _lora("lora_alpha"),
         "ds.lora.target_modules": _lora("lora_target"),
-        "ds.lora.dropout": _lora("lora_dropout"),
+        "ds.lora.dropout": change("must be 0", lambda value, key: lora_dropout(value, enabled=has_lora(key.source))),
         "ds.packing_samples": unneeded("sequences are always packed"),
         "ds.attn_implementation": unneeded("attn_implementation: auto is the fastest exact one"),
         **each(
@@ -654,7 +654,7 @@ ACTOR: Table = {
     **each("vllm.sync_backend vllm.sync_with_ray", unneeded("the best weight transport is chosen")),
     "actor.eps_clip": change("→ `pg_clip`; of gspo `pg_options`", _eps_clip),
     "actor.eps_clip_low_high": change("→ `pg_clip_low`, `pg_clip_high`", _eps_clip_range, nested=True),
-    "actor.dual_clip": change("→ `dual_clip`, with `dual_clip_loss`", _dual_clip),
+    "actor.dual_clip": change("→ `dual_clip`", _dual_clip),
     "actor.policy_loss_type": change("→ `pg_variant`", _policy_loss),
     "actor.loss_agg_mode": change("→ `loss_agg_mode`", _aggregation),
     "actor.entropy_coef": to("entropy_loss_coef"),

@@ -205,10 +205,6 @@ class _RollConversion(Conversion):
             added += self._batch(trained)
         if not source.get("use_kl_loss"):
             added = [each for each in added if each[0] != ("kl_loss_coef",)]
-        if source.get("dual_clip_loss"):
-            clip = source.get("pg_clip")
-            clip = clip if isinstance(clip, (int, float)) else 0.2
-            added.append((("dual_clip",), 1 + 2 * clip, f"ROLL's bound is 1 + 2 × pg_clip {clip:g}"))
         if (
             self.pipeline == "rlvr"
             and source.get("async_generation_ratio")

@@ -22,6 +22,7 @@ from roll_migrate.rules import (
     unneeded,
     unsupported,
 )
+from roll_migrate.shared_rules import lora_dropout
 
 UNDECLARED = dead("not a key of ROLL; its loader ignores it silently")
 ELSEWHERE = dead("ROLL's sft and rlvr do not read it")
@@ -32,8 +33,11 @@ MODEL: Table = {
         "`sdpa` is kept without `ulysses_size`; otherwise `auto` selects the fastest exact one", values.attention
     ),
     **each(
-        "lora_target lora_rank lora_alpha lora_dropout additional_target",
-        change("kept in the trained role; `lora_dropout` must be 0", values.lora, nested=True),
+        "lora_target lora_rank lora_alpha additional_target",
+        change("kept in the trained role", values.lora, nested=True),
+    ),
+    "lora_dropout": change(
+        "must be 0", lambda value, key: lora_dropout(value, enabled=key.beside("lora_target") is not None)
     ),
     "autocast_adapter_dtype": unneeded("adapters are float32"),
     "ulysses_size": change("→ `strategy_config.ulysses_size`", values.ulysses_size),
@@ -269,12 +273,15 @@ RLVR: Table = {
     **each("norm_mean_type norm_std_type", change("kept, except for grpo, which uses the group's", values.norm_type)),
     **each(
         "gamma lambd reward_clip advantage_clip value_clip critic_warmup pg_clip"
-        " use_pg_clip_range pg_clip_low pg_clip_high dual_clip_loss entropy_loss_coef use_kl_loss"
+        " entropy_loss_coef use_kl_loss"
         " kl_loss_coef add_token_level_kl init_kl_coef kl_horizon force_disable_old_logprobs_recompute max_len_mask"
         " difficulty_mask difficulty_low_threshold difficulty_high_threshold error_max_len_clip"
         " error_max_len_threshold",
         keep(),
     ),
+    "use_pg_clip_range": change("`pg_clip_low` and `pg_clip_high` alone", values.clip_switch),
+    **each("pg_clip_low pg_clip_high", change("kept with `use_pg_clip_range`", values.clip_bound)),
+    "dual_clip_loss": change("→ `dual_clip`: 1 + 2 `pg_clip`", values.dual_clip),
     **each(
         "whiten_rewards whiten_advantages",
         change("kept; ROLL whitens each domain separately, without masked samples", values.whiten),

@@ -290,6 +290,30 @@ def pg_variant(value: Any, key: Key) -> Outcome:
     return Outcome("changed", tuple(writes), "the run has one policy loss; with ROLL's constants as options")
 
 
+def clip_switch(value: Any, key: Key) -> Outcome:
+    """ROLL's bounds are 0.2 by default; here they default to `pg_clip`."""
+    if not value:
+        return Outcome("not needed", (), "pg_clip_low and pg_clip_high default to pg_clip")
+    writes = [((name,), 0.2) for name in ("pg_clip_low", "pg_clip_high") if key.at(name) is None]
+    return Outcome("renamed", tuple(writes), "the bounds alone enable it")
+
+
+def clip_bound(value: Any, key: Key) -> Outcome:
+    """A bound of clip-higher."""
+    if key.at("use_pg_clip_range"):
+        return key.keep(value)
+    return Outcome("dead", (), "ROLL reads it only with use_pg_clip_range")
+
+
+def dual_clip(value: Any, key: Key) -> Outcome:
+    """ROLL's bound is not a key (roll/utils/functionals.py)."""
+    if not value:
+        return Outcome("not needed", (), "it is off by default")
+    clip = key.at("pg_clip")
+    clip = clip if isinstance(clip, (int, float)) else 0.2
+    return Outcome("renamed", ((("dual_clip",), 1 + 2 * clip),), f"ROLL's bound is 1 + 2 × pg_clip {clip:g}")
+
+
 def importance_sampling(value: Any, key: Key) -> Outcome:
     """`seq` is GSPO with the clip range of PPO's keys (roll/pipeline/rlvr/actor_worker.py)."""
     if value == "token":
@@ -478,12 +502,6 @@ def lora(value: Any, key: Key) -> Outcome:
         return Outcome("dead", (), "LoRA is enabled by lora_target")
     if key.role[0] not in ("actor_train", "critic", "sft_train", "student"):
         return Outcome("not needed", (), "only the trained role has adapters; other roles receive merged weights")
-    if key.name == "lora_dropout" and value:
-        return Outcome(
-            "unsupported",
-            (),
-            "dropout is not supported: logprobs before and during an update must come from the same function",
-        )
     return key.keep(value)
 
 

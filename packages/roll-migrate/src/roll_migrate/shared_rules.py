@@ -89,3 +89,11 @@ def count_rows(files: Any, limit: Any = None) -> int | None:
         except (OSError, ValueError):  # ArrowInvalid
             return None
     return min(total, limit) if isinstance(limit, int) and limit > 0 else total
+
+
+def lora_dropout(value: Any, *, enabled: bool) -> Outcome:
+    """Dropout of adapters, which are `enabled` or not."""
+    if not (value and enabled):
+        return Outcome("not needed", (), "no dropout")
+    why = "dropout is not supported: logprobs before and during an update must come from the same function"
+    return Outcome("unsupported", (), why)

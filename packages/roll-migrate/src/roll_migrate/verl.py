@@ -290,7 +290,7 @@ class _VerlConversion(Conversion):
             "track_with": [each for each in verl.loggers(source) if each in self.registry.names(TrackerProvider)],
         }
         if verl.loss_mode(source) == "vanilla":
-            values["dual_clip_loss"] = True
+            values["dual_clip"] = 3.0
         if bounds := verl.BOUNDS.get(verl.loss_mode(source)):
             low, high = verl.clip_range(source)
             values |= {f"pg_options.{bounds}_low": low, f"pg_options.{bounds}_high": high}

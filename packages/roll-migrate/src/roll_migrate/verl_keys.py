@@ -27,7 +27,7 @@ from roll_migrate.rules import (
     unsupported,
     value_at,
 )
-from roll_migrate.shared_rules import count_rows, experiment, python_function, track_with
+from roll_migrate.shared_rules import count_rows, experiment, lora_dropout, python_function, track_with
 
 if TYPE_CHECKING:
     from roll_core.config.source import KeyPath
@@ -336,7 +336,7 @@ def _clip_ratio(value: Any, key: Key) -> Outcome:
 
 
 def _clip_end(end: str) -> KeyRule:
-    says = f"→ `pg_clip_{end}`, with `use_pg_clip_range`, or `pg_options` of the loss"
+    says = f"→ `pg_clip_{end}`, or `pg_options` of the loss"
     return KeyRule(says, lambda value, key: _bounds(key, end))
 
 
@@ -350,8 +350,7 @@ def _bounds(key: Key, *ends: str) -> Outcome:
         return Outcome("not needed", (), f"{loss} does not clip")
     if (low, high) == (0.2, 0.2):
         return Outcome("not needed", (), "it is the default here")
-    writes = [(("use_pg_clip_range",), True), *(((f"pg_clip_{end}",), each) for end, each in bounds)]
-    return Outcome("renamed", tuple(writes), "clip-higher")
+    return Outcome("renamed", tuple(((f"pg_clip_{end}",), bound) for end, bound in bounds), "clip-higher")
 
 
 def _clip_c(value: Any, key: Key) -> Outcome:
@@ -360,7 +359,7 @@ def _clip_c(value: Any, key: Key) -> Outcome:
         return Outcome("renamed", ((("pg_options", "ratio_high"), value),))
     if loss != "vanilla":
         return Outcome("not needed", (), f"{loss} does not clip twice")
-    return Outcome("renamed", ((("dual_clip_loss",), True), (("dual_clip",), value)), "always on in verl")
+    return Outcome("renamed", ((("dual_clip",), value),), "always on in verl")
 
 
 LOSSES = {"geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo"}
@@ -376,7 +375,7 @@ OTHER_RESULTS = {
 
 def _loss_mode(value: Any, key: Key) -> Outcome:
     if value == "vanilla":
-        return Outcome("not needed", (), "verl's vanilla is pg_variant ppo, the default, with dual_clip_loss")
+        return Outcome("not needed", (), "verl's vanilla is pg_variant ppo, the default, with dual_clip")
     options = ((("pg_options", name), each) for name, each in LOSS_OPTIONS.get(value, {}).items())
     writes: tuple[tuple[KeyPath, Any], ...] = ((("pg_variant",), LOSSES.get(value, value)), *options)
     return Outcome("differs" if value in OTHER_RESULTS else "renamed", writes, OTHER_RESULTS.get(value, ""))
@@ -903,7 +902,7 @@ MODEL: Table = {
         {
             "rank": _lora("lora_rank", "rank"),
             "alpha": _lora("lora_alpha", "rank"),
-            "dropout": _lora("lora_dropout", "rank"),
+            "dropout": change("must be 0", lambda value, key: lora_dropout(value, enabled=bool(key.beside("rank")))),
             "target_modules": change("→ `model_args.lora_target`", _megatron_lora_target, nested=True),
             "type": refused("only LoRA is supported", "lora"),
             **each("exclude_modules adapter_path", refused("adapters start new, on the modules of lora_target", [])),
@@ -1073,7 +1072,7 @@ ACTOR_KEYS: Table = {
     "clip_ratio": change("→ `pg_clip`", _clip_ratio),
     "clip_ratio_low": _clip_end("low"),
     "clip_ratio_high": _clip_end("high"),
-    "clip_ratio_c": change("→ `dual_clip`, with `dual_clip_loss`", _clip_c),
+    "clip_ratio_c": change("→ `dual_clip`", _clip_c),
     "loss_agg_mode": change("kept", _aggregation),
     "loss_scale_factor": change("not needed if it is `response_length`", _scale_factor),
     "entropy_coeff": to("entropy_loss_coef"),

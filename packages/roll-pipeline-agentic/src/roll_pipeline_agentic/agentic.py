@@ -13,19 +13,30 @@ import json
 import logging
 import statistics
 from collections import Counter, defaultdict
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy
 from roll_core.data.rollouts import rows, tokens_of
 from roll_core.errors import ContractError, DataError, PluginLoadError
-from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, mean_counts
-from roll_core.pipelines.rlvr import RLVRPipeline
-from roll_core.pipelines.stages import score_metrics
+from roll_core.pipelines.experience import sample_metrics
+from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, group_filter, mean_counts
+from roll_core.pipelines.rlvr import PolicyPipeline
+from roll_core.pipelines.stages import (
+    CollectRollouts,
+    PolicyStages,
+    RewardCredit,
+    ScorePolicy,
+    SelectTokens,
+    UpdatePolicy,
+    policy_masks,
+    rollout_plan,
+    score_metrics,
+)
 from roll_core.spec.environment import Environment
 from roll_core.spec.pipeline import batch_counts
 from roll_core.spec.providers import AgentProvider, EnvironmentProvider
@@ -33,6 +44,7 @@ from roll_core.spec.rollout import Prompt
 from roll_pipeline_agentic.agents import AgentHost
 from roll_pipeline_agentic.calls import seed_of
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
+from roll_pipeline_agentic.config import AgenticConfig
 from roll_pipeline_agentic.environment_process import CallFailed, describe
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
@@ -43,10 +55,10 @@ if TYPE_CHECKING:
 
     from roll_core.data.rows import Rows
     from roll_core.pipelines.experience import Experience
-    from roll_core.spec.pipeline import RolloutPlan, Run
+    from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import Isolation
     from roll_core.types import Group, Rollout, Sample, TokenIds
-    from roll_pipeline_agentic.config import AgenticConfig, EnvManagerConfig
+    from roll_pipeline_agentic.config import EnvManagerConfig
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +85,19 @@ class EpisodeOrder(PromptOrder):
         return Prompt(id=id, row=row_id, tokens=np.zeros(0, dtype=np.int64), text="", tag=tag, metadata=task)
 
 
-class AgenticPipeline(RLVRPipeline):
-    """Trains a policy in environments."""
-
-    config: AgenticConfig
+class SelectWithEcho(SelectTokens):
+    """The tokens of the policy's loss, and those of the environments' messages in the loss term `echo`."""
 
     @override
-    def prepare(self, run: Run) -> int:
+    def __call__(self, run: Run, experience: Experience) -> Experience:
+        return super().__call__(run, with_echo(experience)).with_loss()
+
+
+class AgenticPipeline(PolicyPipeline[AgenticConfig]):
+    """Trains a policy in environments."""
+
+    @override
+    def compose(self, run: Run) -> PolicyStages:
         config = self.config
         tags = list(config.custom_envs)
         self.warned_of_forks: set[str] = set()
@@ -115,17 +133,31 @@ class AgenticPipeline(RLVRPipeline):
         if self.agents:
             self.server.check()
         self.episodes = self._episodes(run, config.train_env_manager)
-        self.order = self._order(run, config.train_env_manager, config.num_groups)
+        order = self._order(run, config.train_env_manager, config.num_groups)
+        plan = rollout_plan(
+            config,
+            order,
+            keep=group_filter(config.rewards) if config.filters else None,
+            program=partial(EpisodeGroup, self.episodes),
+        )
         self.validation_order = None
         if (manager := config.val_env_manager) is not None:
             num_groups = config.val_batch_size // manager.group_size
             self.validation_order = self._order(run, manager, num_groups, split="val/")
-        self.sampling = config.actor_infer.generating_args.sampling_params(
-            default_max_new_tokens=config.response_length
+        echoes = config.echo_coef
+        masks = policy_masks(config)
+        return PolicyStages(
+            collect=CollectRollouts(config, plan, metrics=self.batch_metrics),
+            score=ScorePolicy(config),
+            credit=RewardCredit(run, config),
+            select=SelectWithEcho(config, masks) if echoes else SelectTokens(config, masks),
+            update=UpdatePolicy(
+                run,
+                config,
+                terms={ECHO: CrossEntropy(stream=ECHO)} if echoes else {},
+                coefs={ECHO: echoes} if echoes else {},
+            ),
         )
-        self.temperature = config.logprob_temperature or self.sampling.temperature or 1.0
-        self.set_up_objective(run)
-        return config.max_steps
 
     def _host(self, run: Run, tag: str) -> EnvironmentHost:
         """Load the class of an environment and check where it can run. Raises `PluginLoadError` and `ContractError`."""
@@ -185,31 +217,14 @@ class AgenticPipeline(RLVRPipeline):
             format_penalty=manager.format_penalty,
         )
 
-    @override
-    def set_up_objective(self, run: Run) -> None:
-        super().set_up_objective(run)
-        if coef := self.config.echo_coef:
-            given = self.policy_objective
-            self.policy_objective = replace(
-                given, terms={**given.terms, ECHO: CrossEntropy(stream=ECHO)}, coefs={**given.coefs, ECHO: coef}
-            )
-
-    @override
-    def _chosen(self, run: Run, experience: Experience) -> Experience:
-        return super()._chosen(run, with_echo(experience) if self.config.echo_coef else experience).with_loss()
-
-    @override
-    def rollout_plan(self) -> RolloutPlan:
-        return replace(super().rollout_plan(), program=partial(EpisodeGroup, self.episodes))
-
-    @override
     def batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of a batch's samples and of its episodes."""
         samples = [sample for group in groups for sample in group.samples]
         metrics = episode_metrics(samples, self.with_success) | self._host_metrics()
         metrics |= {f"env/{tag}/{what}": float(number) for (tag, what), number in self.episodes.counts.items()}
         self.episodes.counts.clear()
         self._warn_of_forks(samples)
-        return super().batch_metrics(groups) | metrics
+        return sample_metrics(groups) | metrics
 
     def _warn_of_forks(self, samples: Sequence[Sample]) -> None:
         """Log once per tag that turns do not continue earlier ones, with the first text that differs."""
@@ -274,11 +289,7 @@ ECHO = "echo"
 def with_echo(experience: Experience) -> Experience:
     """Set the stream `echo`: 1 on the tokens of the messages that followed a turn, each in one row."""
     masks = [row.observation_mask for sample in experience.samples if sample.rollout for row in rows(sample.rollout)]
-    sequences = tuple(
-        replace(each, streams={**each.streams, ECHO: mask.astype(np.float32)})
-        for each, mask in zip(experience.sequences, masks, strict=True)
-    )
-    return replace(experience, sequences=sequences)
+    return experience.with_stream(ECHO, torch.from_numpy(np.concatenate(masks)))
 
 
 FORK_SHARE = 0.1

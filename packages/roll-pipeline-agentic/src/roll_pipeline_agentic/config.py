@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 
 from roll_core.data.tokenizers import has_tokenizer, stored_chat_template
-from roll_core.pipelines.config import RLVRConfig
+from roll_core.pipelines.config import PolicyConfig
 from roll_core.spec.config import (
     AdvantageOptions,
     Config,
@@ -64,7 +64,7 @@ class ResponseMaskConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _selects_tokens_in_one_way(self) -> ResponseMaskConfig:
+    def _selects_tokens_in_one_way(self) -> Self:
         if self.parts == []:
             raise ValueError("parts is empty, so that no token is trained on")
         if self.parts is not None and self.pattern is not None:
@@ -115,21 +115,11 @@ class AgenticEnvConfig(CustomEnvConfig):
 
     @field_validator("python")
     @classmethod
-    def _can_run_the_environment(cls, value: str, info: ValidationInfo) -> str:
-        """Check the interpreter, and your own class in it. A named environment is checked when the run starts."""
-        from roll_pipeline_agentic.environment_process import CallFailed, describe
-
-        if value and shutil.which(python := os.path.expanduser(value)) is None:
-            raise ValueError(f"{value!r} is not a program, expected a Python interpreter such as venv/bin/python")
-        if value and ":" in (target := info.data.get("environment", "")):
-            try:
-                describe(python, target, json.dumps(info.data.get("env_config", {}), default=str))
-            except CallFailed as error:
-                raise ValueError(str(error)) from error
+    def _expand_home(cls, value: str) -> str:
         return os.path.expanduser(value)
 
     @model_validator(mode="after")
-    def _python_runs_an_environment(self) -> AgenticEnvConfig:
+    def _python_runs_an_environment(self) -> Self:
         if self.python and not self.environment:
             raise ValueError("python has no effect without environment: an agent of another interpreter is a command")
         if self.python and self.isolation not in (None, "environment"):
@@ -159,7 +149,7 @@ class EnvManagerConfig(Config):
     """Share of each tag in `num_env_groups`, and so in a batch. Default: equal shares."""
 
     @model_validator(mode="after")
-    def _shares_add_up(self) -> EnvManagerConfig:
+    def _shares_add_up(self) -> Self:
         if len(set(self.tags)) < len(self.tags):
             raise ValueError(f"tags names a tag twice: {self.tags}; shares are those of num_groups_partition")
         shares = self.num_groups_partition
@@ -192,7 +182,7 @@ class AgentEndpointConfig(Config):
     """Base URL for agents on other hosts or in containers, ending with `/v1`. Default: host and port."""
 
     @model_validator(mode="after")
-    def _url_ends_with_v1(self) -> AgentEndpointConfig:
+    def _url_ends_with_v1(self) -> Self:
         if self.url and not (self.url.startswith(("http://", "https://")) and self.url.endswith("/v1")):
             raise ValueError(f"url is {self.url!r}, expected http://HOST:PORT/v1")
         if self.host in ("0.0.0.0", "::") and not self.url:
@@ -215,21 +205,18 @@ class CommandConfig(Config):
     """Further environment variables."""
 
 
-UNUSED = {
-    "num_return_sequences_in_group": "set train_env_manager.group_size",
-    "validation": "set val_env_manager",
-    "soft_overlong_penalty": "set the limits of turns and tokens",
-    "error_max_len_clip": "set max_len_mask",
-}
-"""Keys of `rlvr` that have no effect here, with what to do instead."""
-
-
-class AgenticConfig(RLVRConfig):
-    """`pipeline: agentic`: reinforcement learning in multi-turn environments. Other keys are those of `rlvr`."""
+class AgenticConfig(PolicyConfig):
+    """`pipeline: agentic`: reinforcement learning in multi-turn environments."""
 
     multi_turn: ClassVar[bool] = True
     group_size_key: ClassVar[str] = "train_env_manager.group_size"
-    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    unread: ClassVar[Mapping[str, str]] = {
+        **PolicyConfig.unread,
+        "num_return_sequences_in_group": "set train_env_manager.group_size",
+        "validation": "set val_env_manager",
+        "soft_overlong_penalty": "set the limits of turns and tokens",
+        "error_max_len_clip": "set max_len_mask",
+    }
 
     custom_envs: dict[str, AgenticEnvConfig]
     """Environments by tag."""
@@ -268,11 +255,7 @@ class AgenticConfig(RLVRConfig):
     """Number of episodes in a row that may fail after their last attempt. One more ends the run."""
 
     @model_validator(mode="after")
-    @override
-    def _data_and_rewards_are_given(self) -> AgenticConfig:
-        for key, remedy in UNUSED.items():
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise ValueError(f"{key} has no effect in pipeline agentic: {remedy}")
+    def _data_and_rewards_are_given(self) -> Self:
         if self.actor_train.data_args.file_name:
             raise ValueError("actor_train.data_args.file_name has no effect: environments create the prompts")
         if self.rewards and not self.scored_by_rewards:
@@ -308,6 +291,26 @@ class AgenticConfig(RLVRConfig):
                 raise ValueError(f"{key}.num_groups_partition needs one number for each of custom_envs")
         super().check_batches()
 
+    @override
+    def file_problems(self) -> Mapping[str, str]:
+        """Checks the interpreters of environments, and your own classes in them. Named environments are checked when
+        the run starts."""
+        from roll_pipeline_agentic.environment_process import CallFailed, describe
+
+        problems = dict(super().file_problems())
+        for tag, entry in self.custom_envs.items():
+            key = f"custom_envs.{tag}.python"
+            if entry.python and shutil.which(entry.python) is None:
+                problems[key] = (
+                    f"{entry.python!r} is not a program, expected a Python interpreter such as venv/bin/python"
+                )
+            elif entry.python and ":" in entry.environment:
+                try:
+                    describe(entry.python, entry.environment, json.dumps(entry.env_config, default=str))
+                except CallFailed as error:
+                    problems[key] = str(error)
+        return problems
+
     @classmethod
     @override
     def tool_problems(cls, values: Mapping[Any, Any]) -> Mapping[str, str]:
@@ -335,18 +338,18 @@ class AgenticConfig(RLVRConfig):
         return {}
 
     @property
+    @override
     def num_groups(self) -> int:
-        """Groups per step."""
         return self.rollout_batch_size // self.train_env_manager.group_size
 
     @property
+    @override
     def group_size(self) -> int:
-        """Episodes per group."""
         return self.train_env_manager.group_size
 
     @property
+    @override
     def batch_arithmetic(self) -> str:
-        """Episodes per step, for messages."""
         return f"rollout_batch_size {self.rollout_batch_size} episodes"
 
     @property

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations of class variables
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
 
 from roll_core.data.rows import messages_of, need_column
 from roll_core.errors import DataError
-from roll_core.pipelines.config import RLVRConfig
+from roll_core.pipelines.config import PromptRunConfig
+from roll_core.pipelines.keys import (
+    AdvantageKeys,
+    CriticKeys,
+    DifficultyMaskKeys,
+    EntropyKeys,
+    KLKeys,
+    OverlongMaskKeys,
+    OverlongPenaltyKeys,
+    PolicyLossKeys,
+    PositiveNLLKeys,
+)
 from roll_core.spec.config import (
+    Config,
     Fraction,
     InferWorkerConfig,
+    Needs,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     ScoreWorkerConfig,
     WorkerConfig,
 )
+from roll_pipeline_distill.rules import TOPK, check
 from roll_pipeline_distill.stored import check_stored
 from roll_pipeline_distill.vocabulary import Vocabulary, difference, stored_vocabulary, vocabulary_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
     from roll_core.spec.config import DataArguments
     from roll_core.spec.providers import Provider
@@ -35,45 +48,9 @@ Divergence = Literal[
 """Values of the config key `kd_objective`; see `divergences.divergence`."""
 Tail = Literal["bucket", "renormalise", "drop"]
 """Values of the config key `kd_tail`; see `divergences.with_tail`."""
-POLICY_KEYS = frozenset(
-    (
-        "pg_variant",
-        "pg_options",
-        "pg_clip",
-        "use_pg_clip_range",
-        "pg_clip_low",
-        "pg_clip_high",
-        "dual_clip_loss",
-        "dual_clip",
-        "loss_agg_mode",
-        "entropy_loss_coef",
-        "entropy_target",
-        "top_entropy_quantile",
-        "positive_nll_coef",
-        "positive_nll_threshold",
-    )
-)
-"""Keys that only a policy loss reads."""
-CREDIT_KEYS = frozenset(
-    (
-        "adv_estimator",
-        "adv_options",
-        "gamma",
-        "lambd",
-        "norm_mean_type",
-        "norm_std_type",
-        "norm_epsilon",
-        "min_group_size",
-        "reward_clip",
-        "whiten_rewards",
-        "whiten_advantages",
-        "advantage_clip",
-        "soft_overlong_penalty",
-    )
-)
-"""Keys that only the advantages of task rewards read."""
-REWARD_KEYS = frozenset(("difficulty_mask", "error_max_len_clip", "positive_nll_coef"))
-"""Keys whose masks and terms read rewards, with and without `task_coef`."""
+POLICY_LOSS = Needs("trains_policy", strict=True, remedy="set kd_placement: advantage or task_coef")
+TASK_REWARDS = Needs("task_coef", strict=True)
+REWARDS = Needs("rewards", strict=True, remedy="configure rewards")
 Between = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -99,13 +76,24 @@ class ServedTeacherConfig(TeacherInferConfig):
     """Further tags whose rows this teacher scores. Its domain is always one of its tags."""
 
 
-class DistillConfig(RLVRConfig):
+class DistillConfig(PromptRunConfig):
     """`pipeline: distill`: distillation of a teacher into `actor_train`, on its own rollouts or on a data set.
 
     Keys of `rlvr` apply to the rollouts, and to the policy loss if the credit is an advantage.
     """
 
     learning_rates: ClassVar[Mapping[str, float]] = {"actor_train": 1e-5, "critic": 1e-5}
+    group_needs: ClassVar[Mapping[type[Config], tuple[Needs, ...]]] = {
+        PolicyLossKeys: (POLICY_LOSS,),
+        EntropyKeys: (POLICY_LOSS,),
+        KLKeys: (POLICY_LOSS,),
+        PositiveNLLKeys: (POLICY_LOSS, REWARDS),
+        AdvantageKeys: (TASK_REWARDS,),
+        CriticKeys: (TASK_REWARDS,),
+        OverlongPenaltyKeys: (TASK_REWARDS,),
+        OverlongMaskKeys: (REWARDS,),
+        DifficultyMaskKeys: (REWARDS,),
+    }
 
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
     """Teachers by domain. A row's tag selects its teacher; a single teacher scores all rows."""
@@ -122,7 +110,7 @@ class DistillConfig(RLVRConfig):
 
     `mix` trains each step on rollouts of the student or on rows.
     """
-    student_data_fraction: Fraction = 0.5
+    student_data_fraction: Annotated[Fraction, Needs("mixes")] = 0.5
     """Probability that a step of `distill_data: mix` trains on rollouts (GKD's lambda)."""
     self_teacher: Literal["policy", "base", "ema"] | None = None
     """Self-distillation: the student is its own teacher, with another prompt (`teacher_prompt`).
@@ -130,7 +118,7 @@ class DistillConfig(RLVRConfig):
     `policy`: with its current weights. `base`: without the adapters that it trains. `ema`: with a moving average of its
     weights.
     """
-    ema_decay: Between = 0.99
+    ema_decay: Annotated[Between, Needs("averages")] = 0.99
     """Decay d of `self_teacher: ema`: after each optimizer step, `teacher = d × teacher + (1 - d) × student`."""
     teacher_prompt: str | None = None
     """Column with the prompt that the teacher sees instead of the student's: a text, or a list of messages."""
@@ -140,9 +128,9 @@ class DistillConfig(RLVRConfig):
     The sampled token, the `logits_topk` most likely tokens of the teacher or of the student, or the whole vocabulary
     (`full`), computed chunk by chunk from the teacher's hidden states and its head. `stored`: the ids in the rows.
     """
-    kd_ids: str = "teacher_ids"
+    kd_ids: Annotated[str, Needs("is_stored")] = "teacher_ids"
     """Column with K token ids for each trained token, for `kd_support: stored`."""
-    kd_logprobs: str = "teacher_logprobs"
+    kd_logprobs: Annotated[str, Needs("is_stored")] = "teacher_logprobs"
     """Column with the teacher's logprobs of `kd_ids`, at temperature 1."""
     logits_topk: PositiveInt = 64
     """Number of most likely tokens, K."""
@@ -199,157 +187,34 @@ class DistillConfig(RLVRConfig):
         return value.model_copy(update={"model_args": value.model_args.model_copy(update=model)})
 
     @model_validator(mode="after")
+    def _combines_what_fits(self) -> Self:
+        check(self)
+        if self.train_infer_correction.enabled and not self.trains_policy:
+            raise ValueError(f"train_infer_correction belongs to a policy loss: {POLICY_LOSS.remedy}")
+        return self
+
     @override
-    def _data_and_rewards_are_given(self) -> DistillConfig:
-        if not self.actor_train.data_args.file_name:
-            raise ValueError("actor_train.data_args.file_name is missing: name the files with prompts or responses")
-        if self.generates and not self.has_engine:
-            what = f"distill_data {self.distill_data}" if self.on_policy else "validation"
-            raise ValueError(f"actor_infer is missing: {what} generates responses with it")
-        if self.has_engine and not self.on_policy and self.validation is None:
-            raise ValueError(
-                f"actor_infer is not used: distill_data {self.distill_data} has no rollouts of the student; remove it"
-            )
-        if self.critic is not None and not self.task_coef:
-            raise ValueError("critic is not used: its values belong to task rewards; set task_coef, or remove critic")
-        if self.rewards and not self.rolls_out and not self.generates:
-            raise ValueError("rewards score generated responses, but distill_data dataset generates none: remove them")
-        if self.task_coef and not (self.rewards and self.on_policy):
-            raise ValueError(
-                "task_coef weighs rewards of the student's rollouts: configure rewards, and distill_data student or mix"
-            )
-        if not self.rewards and (readers := self._set_among(REWARD_KEYS)):
-            raise ValueError(f"{readers[0]} reads rewards, but none are configured: remove it, or configure rewards")
-        return self
-
-    @model_validator(mode="after")
-    def _the_teachers_are_used(self) -> DistillConfig:
-        if self.teachers and self.teacher_samples:
-            raise ValueError(
-                "teachers are not used: with kd_support sampled, teacher_infer returns the logprobs of its own samples;"
-                " remove teachers, and name the model in teacher_infer.model_args"
-            )
-        if self.teachers and (self.self_teacher or self.kd_support == "stored"):
-            key = "self_teacher" if self.self_teacher else "kd_support stored"
-            raise ValueError(f"teachers are not used with {key}: remove one of them")
-        if self.served_teachers:
-            self._check_served()
-        known = self.teachers or self.served_teachers or self.self_teacher
-        if not (known or self.teacher_samples or self.kd_support == "stored"):
-            raise ValueError("teachers is empty: configure at least one, for example teachers.main")
-        if self.kd_support == "full" and len(self.teachers) > 1:
-            raise ValueError(
-                f"teachers are {len(self.teachers)}, but kd_support full applies the head of one teacher: configure"
-                " one, or set kd_support: teacher_topk or student_topk"
-            )
-        if self.async_generation_ratio and not self.on_policy:
-            raise ValueError(
-                f"async_generation_ratio is for rollouts of the student, but distill_data is {self.distill_data}:"
-                " remove it, or set distill_data: student"
-            )
-        if self.distill_data != "teacher":
-            if self.teacher_infer is not None:
-                raise ValueError(
-                    f"teacher_infer is not used: distill_data is {self.distill_data}; set distill_data: teacher"
-                )
-            return self
-        if self.teacher_infer is None:
-            raise ValueError("teacher_infer is missing: distill_data teacher generates responses with it")
-        if len(self.teachers) > 1:
-            raise ValueError(
-                f"teachers are {len(self.teachers)}, but distill_data teacher has one engine, teacher_infer: configure"
-                " one teacher"
-            )
-        return self
-
-    def _check_served(self) -> None:
-        """Engines return logprobs of the sequences' tokens and of the most likely ones, without temperature."""
-        if self.kd_support not in ("sampled", "teacher_topk"):
-            raise ValueError(
-                f"served_teachers return logprobs of the sequence's tokens and of the most likely ones, but kd_support"
-                f" is {self.kd_support}: set sampled or teacher_topk, or configure teachers"
-            )
-        if self.distill_data == "teacher" or (self.kd_support == "sampled" and self.distill_data != "student"):
-            raise ValueError(
-                f"served_teachers score rollouts of the student, or rows with kd_support teacher_topk, but distill_data"
-                f" is {self.distill_data}: set distill_data: student, or configure teachers"
-            )
-        if self.teachers or self.self_teacher:
-            key = "teachers" if self.teachers else "self_teacher"
-            raise ValueError(f"served_teachers and {key} are alternatives: remove one of them")
-        if self.temperature != 1:
-            raise ValueError(
-                f"served_teachers return logprobs at temperature 1, but the temperature is {self.temperature:g}: set"
-                " actor_infer.generating_args.temperature: 1, or configure teachers"
-            )
-
-    @model_validator(mode="after")
-    def _the_teacher_differs(self) -> DistillConfig:
-        """Self-distillation and stored logprobs."""
-        if self.teacher_prompt is not None and (self.distill_data == "teacher" or self.distill_on_prompt):
-            key = "distill_on_prompt" if self.distill_on_prompt else "distill_data teacher"
-            raise ValueError(f"teacher_prompt gives the teacher another prompt, but {key} needs the same: remove one")
-        if self.kd_support == "stored":
-            for key in ("self_teacher", "teacher_prompt"):
-                if getattr(self, key) is not None:
-                    raise ValueError(f"{key} is not used with kd_support stored: remove it")
-            if self.distill_data != "dataset" or self.distill_on_prompt:
-                raise ValueError(
-                    "kd_support stored reads logprobs of responses from rows: set distill_data: dataset, without"
-                    " distill_on_prompt"
-                )
-            if self.temperature != 1:
-                raise ValueError(
-                    f"kd_temperature is {self.temperature:g}, but stored logprobs have temperature 1: remove it"
-                )
-        if self.self_teacher is None:
-            return self
-        if self.distill_data == "teacher" or self.kd_support == "full":
-            key = "distill_data: student or dataset" if self.distill_data == "teacher" else "kd_support: student_topk"
-            raise ValueError(f"self_teacher has no engine and no fixed head of its own: set {key}")
-        if self.self_teacher == "policy" and self.teacher_prompt is None:
-            raise ValueError(
-                "self_teacher policy equals the student, so nothing is learnt: name a teacher_prompt column"
-            )
-        moved = self.teacher_prompt is not None or self.task_coef or self.nll_coef
-        if self.self_teacher == "ema" and not moved:
-            raise ValueError(
-                "self_teacher ema begins as the student, and nothing moves the student away: name a teacher_prompt"
-                " column, or set task_coef or nll_coef"
-            )
-        if self.self_teacher == "ema" and self.portable_checkpoints:
-            raise ValueError(
-                "portable_checkpoints contain no moving average, which self_teacher ema needs to resume: remove one of"
-                " them"
-            )
-        if self.self_teacher == "base" and not self.actor_train.model_args.trains_adapters:
-            raise ValueError(
-                "self_teacher base is the model without adapters, but actor_train trains none: set lora_target"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_vocabularies_agree(self) -> DistillConfig:
-        """Compare tokenizers and vocabulary sizes of local models, as far as they are known."""
+    def file_problems(self) -> Mapping[str, str]:
+        """Compares tokenizers and vocabulary sizes of local models, as far as they are known."""
+        problems = dict(super().file_problems())
         sizes = self.vocabulary_sizes()
-        own_size = sizes["actor_train"]
-        own = None if self.tokenizer is not None else self._vocabulary("actor_train")
-        for name in (each for each in sizes if each != "actor_train"):
-            why = difference(own, self._vocabulary(name), own_size, sizes[name])
-            if why:
-                raise ValueError(f"{name}.model_args: {why}; choose a teacher with the student's tokenizer")
-            if self.kd_support == "full" and None not in (sizes[name], own_size) and sizes[name] != own_size:
-                raise ValueError(
-                    f"{name}.model_args: its output layer has {sizes[name]} ids, the student's {own_size}, but"
-                    " kd_support full compares equal ones: set kd_support: student_topk"
-                )
+        student_size = sizes["actor_train"]
+        student = None if self.tokenizer is not None else self._vocabulary("actor_train")
         for name, size in sizes.items():
             if self.uses_topk and size is not None and self.logits_topk > size:
-                raise ValueError(
-                    f"logits_topk is {self.logits_topk}, but the vocabulary of {name} has {size} ids: set at most"
-                    f" {size}"
+                problems["logits_topk"] = (
+                    f"is {self.logits_topk}, but the vocabulary of {name} has {size} ids: set at most {size}"
                 )
-        return self
+            if name == "actor_train":
+                continue
+            if why := difference(student, self._vocabulary(name), student_size, size):
+                problems[f"{name}.model_args"] = f"{why}; choose a teacher with the student's tokenizer"
+            elif self.kd_support == "full" and None not in (size, student_size) and size != student_size:
+                problems[f"{name}.model_args"] = (
+                    f"its output layer has {size} ids, the student's {student_size}, but kd_support full compares equal"
+                    " ones: set kd_support: student_topk"
+                )
+        return problems
 
     def vocabulary_sizes(self) -> dict[str, int | None]:
         """Number of ids of the student, the teachers and their engine, by role; None if it is not known here."""
@@ -381,75 +246,6 @@ class DistillConfig(RLVRConfig):
                 name: str(values.get(name, cls.model_fields[name].default)) for name in ("kd_ids", "kd_logprobs")
             }
             check_stored(rows, columns["kd_ids"], columns["kd_logprobs"])
-
-    @model_validator(mode="after")
-    def _trains_what_is_meant(self) -> DistillConfig:
-        sampled, from_teacher = self.kd_support == "sampled", self.distill_data == "teacher"
-        if not sampled and self.placement == "advantage":
-            raise ValueError(
-                f"kd_placement is advantage with kd_support {self.kd_support}: the divergence does not depend on"
-                " the sampled token, so it is a baseline and its expected gradient is zero; set kd_placement: loss,"
-                " or kd_support: sampled"
-            )
-        if self.kd_support in TOPK and self.kd_tail == "drop" and self.objective in REVERSE:
-            raise ValueError(
-                f"kd_tail is drop with kd_objective {self.objective} over K tokens: moving probability out of them"
-                " minimises it; set kd_tail: bucket"
-            )
-        if self.kd_discount and self.placement == "loss":
-            raise ValueError("kd_discount is used by advantages only: remove it, or set kd_placement: advantage")
-        if sampled and self.reads_rows:
-            raise ValueError(
-                f"kd_support is sampled with distill_data {self.distill_data}: it estimates a KL from samples of the"
-                " student or the teacher; set distill_data: student or teacher, or kd_support: full"
-            )
-        if sampled and from_teacher and self.placement == "advantage":
-            raise ValueError(
-                "kd_placement is advantage with distill_data teacher: advantages need samples of the student;"
-                " set kd_placement: loss, or distill_data: student"
-            )
-        expected = "forward_kl" if from_teacher else "reverse_kl"
-        if sampled and self.objective != expected:
-            raise ValueError(
-                f"kd_objective is {self.objective} with kd_support sampled: samples of the {self.distill_data} estimate"
-                f" only {expected}; set kd_support: full, teacher_topk or student_topk"
-            )
-        if self.logprob_temperature is not None:
-            raise ValueError(
-                f"logprob_temperature is {self.logprob_temperature:g}, but logprobs of student and teacher have"
-                f" kd_temperature, {self.temperature:g}: remove logprob_temperature"
-            )
-        one_temperature = sampled or self.task_coef != 0
-        if one_temperature and self.kd_temperature not in (None, self.sampling_temperature):
-            raise ValueError(
-                f"kd_temperature is {self.kd_temperature:g}, but the rollouts' temperature is"
-                f" {self.sampling_temperature:g}: logprobs of sampled tokens need the same; remove kd_temperature"
-            )
-        if self.nll_coef and self.placement == "advantage":
-            raise ValueError("nll_coef is added to a divergence as a loss: set kd_placement: loss, or remove nll_coef")
-        if self.distill_on_prompt and not self.reads_rows:
-            raise ValueError("distill_on_prompt is for rows: set distill_data: dataset or mix, or remove it")
-        if self.nll_coef and self.temperature != 1:
-            raise ValueError(
-                f"nll_coef weighs logprobs at temperature 1, but kd_temperature is {self.temperature:g}: remove one of"
-                " them"
-            )
-        for key, is_set in (
-            ("the KL to the reference", self.stays_close),
-            ("train_infer_correction", self.train_infer_correction.enabled),
-        ):
-            if is_set and not self.trains_policy:
-                raise ValueError(f"{key} belongs to a policy loss: set kd_placement: advantage or task_coef")
-        if not self.trains_policy and (ignored := self._set_among(POLICY_KEYS)):
-            raise ValueError(f"{ignored[0]} belongs to a policy loss: set kd_placement: advantage or task_coef")
-        if not self.task_coef and (ignored := self._set_among(CREDIT_KEYS)):
-            raise ValueError(f"{ignored[0]} belongs to the credit of task rewards: set task_coef, or remove it")
-        return self
-
-    def _set_among(self, keys: Collection[str]) -> list[str]:
-        """Keys whose values differ from the defaults. The config that a run stores has all keys."""
-        defaults = {key: type(self).model_fields[key].get_default(call_default_factory=True) for key in keys}
-        return sorted(key for key in keys if getattr(self, key) != defaults[key])
 
     @override
     def roles(self) -> dict[str, WorkerConfig]:
@@ -544,6 +340,21 @@ class DistillConfig(RLVRConfig):
         return self.kd_placement or ("advantage" if self.kd_support == "sampled" and self.on_policy else "loss")
 
     @property
+    def is_stored(self) -> bool:
+        """True if rows have the teacher's logprobs."""
+        return self.kd_support == "stored"
+
+    @property
+    def mixes(self) -> bool:
+        """True if steps train on rollouts or on rows."""
+        return self.distill_data == "mix"
+
+    @property
+    def averages(self) -> bool:
+        """True if the teacher is a moving average of the student."""
+        return self.self_teacher == "ema"
+
+    @property
     def uses_topk(self) -> bool:
         """True if K tokens are compared."""
         return self.kd_support in ("teacher_topk", "student_topk")
@@ -581,7 +392,7 @@ class DistillConfig(RLVRConfig):
     @property
     def reads_rewards(self) -> bool:
         """True if the credit or a mask reads the rewards of rollouts."""
-        return bool(self.task_coef or self._set_among(REWARD_KEYS))
+        return bool(self.task_coef or self.difficulty_mask or self.error_max_len_clip or self.positive_nll_coef)
 
     @property
     def sampling_temperature(self) -> float:
@@ -589,6 +400,7 @@ class DistillConfig(RLVRConfig):
         return (self.rollout_infer.generating_args.temperature or 1.0) if self.rolls_out else 1.0
 
     @property
+    @override
     def temperature(self) -> float:
         """`kd_temperature`, or its default."""
         return self.kd_temperature or self.sampling_temperature
@@ -617,7 +429,3 @@ class DistillConfig(RLVRConfig):
         return given.model_copy(
             update={"is_weight": given.is_weight.model_copy(update={"enabled": False}), "filters": []}
         )
-
-
-TOPK = ("teacher_topk", "student_topk", "stored")
-REVERSE = ("reverse_kl", "skewed_reverse_kl")

@@ -12,7 +12,7 @@ Rollouts, corrections, masks, policy losses and task rewards are those of `rlvr`
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,10 +21,26 @@ from typing_extensions import override
 from roll_core.algorithms.losses import CrossEntropy, Objective
 from roll_core.data.tokenizers import stored_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem
-from roll_core.pipelines.experience import Experience
-from roll_core.pipelines.prompt_order import RowOrder
-from roll_core.pipelines.rlvr import RLVRPipeline
-from roll_core.pipelines.stages import Validation, log_update
+from roll_core.pipelines.prompt_order import RowOrder, group_filter
+from roll_core.pipelines.rlvr import PolicyPipeline, prompt_order
+from roll_core.pipelines.stages import (
+    CollectRollouts,
+    PolicyStages,
+    RewardCredit,
+    ScorePolicy,
+    SelectSamples,
+    SelectTokens,
+    UpdatePolicy,
+    Validation,
+    log_update,
+    overlong_masks,
+    overlong_penalty,
+    policy_masks,
+    rollout_plan,
+    shuffle_seed,
+)
+from roll_core.runtime.rollout.program import GreedyBaseline
+from roll_pipeline_distill.config import DistillConfig
 from roll_pipeline_distill.divergences import STREAM, DistillationTerm, sampled_advantages
 from roll_pipeline_distill.plans import distill
 from roll_pipeline_distill.stored import with_stored
@@ -34,61 +50,62 @@ from roll_pipeline_distill.vocabulary import difference, hub_vocabulary_size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from roll_core.pipelines.experience import Experience
     from roll_core.spec.pipeline import RoleSpec, Run
     from roll_core.spec.train import LossFn
-    from roll_core.types import Group, TrainSequence
-    from roll_pipeline_distill.config import DistillConfig
+    from roll_core.types import TrainSequence
 
 
-class DistillPipeline(RLVRPipeline):
-    """Trains a student on a teacher's distributions. Its roles are those of `rlvr`, and the teachers."""
+class ScoreWithTeachers(ScorePolicy):
+    """The scores of `rlvr`, and the logprobs of the teachers."""
+
+    def __init__(self, config: DistillConfig, teachers: Teachers) -> None:
+        super().__init__(config)
+        self.teachers = teachers
+
+    @override
+    async def __call__(self, run: Run, experience: Experience) -> Experience:
+        experience = await super().__call__(run, experience)
+        sources = [Source.of_sample(experience.samples[index]) for index in experience.rollouts_B.tolist()]
+        return replace(experience, rows=tuple(await self.teachers.teach(run, experience.sequences, sources)))
+
+
+class TeacherCredit(RewardCredit):
+    """Advantages of task rewards, of the teacher, or of both; none if the divergence is a loss by itself."""
 
     config: DistillConfig
 
     @override
-    def prepare(self, run: Run) -> int:
+    def __call__(self, run: Run, experience: Experience) -> Experience:
         config = self.config
-        sizes = check_vocabulary(run, config)
-        if config.rolls_out:
-            super().prepare(run)
-            self.rollout_role = config.rollout_role
-            self.sampling = config.rollout_infer.generating_args.sampling_params(
-                default_max_new_tokens=config.response_length
-            )
-            for tag in {prompt.tag for prompts in self.order.rows.values() for prompt in prompts}:
-                config.teacher_role(tag)
-        else:
-            self.temperature = config.temperature
-            self.validation = None
-            if config.validation is not None:
-                self.validation = Validation(run, config, config.validation, source="actor_train")
-            self.set_up_objective(run)
-        if config.reads_rows:
-            self._read_rows(run)
-        self.teachers = Teachers(run, config, sizes)
-        return config.max_steps
+        advantages_T = torch.zeros(len(experience.mask_T))
+        if config.task_coef:
+            experience = super().__call__(run, experience)
+            advantages_T = config.task_coef * experience.require("advantages")
+        if config.placement == "loss":
+            return experience.with_flat(advantages=advantages_T) if config.task_coef else experience
+        student_T = experience.flat("old_logprobs")
+        if student_T is None:
+            student_T = experience.require("behaviour_logprobs")
+        mask_T, teacher_T = experience.mask_T, experience.require("teacher_logprobs")[:, 0]
+        of_teacher_T = sampled_advantages(
+            student_T, teacher_T, mask_T, experience.segments_T, clip=config.kd_clip, discount=config.kd_discount
+        )
+        run.log(
+            {
+                "distillation/divergence": float((student_T - teacher_T)[mask_T].mean()),
+                "distillation/advantage_mean": float(of_teacher_T[mask_T].mean()),
+            }
+        )
+        return experience.with_flat(advantages=advantages_T + config.kd_coef * of_teacher_T)
 
-    def _read_rows(self, run: Run) -> None:
-        """Rows with responses, their sources, and the support that they store."""
-        config = self.config
-        data = config.actor_train.data_args
-        rows = run.rows(data)
-        self.rows = run.sequences(data, on_prompt=config.distill_on_prompt)
-        sources = {row.id: Source.of_row(row) for row in rows}
-        self.sources = [sources[each.id] for each in self.rows]
-        if config.kd_support == "stored":
-            self.rows = with_stored(
-                self.rows, rows, ids=config.kd_ids, logprobs=config.kd_logprobs, vocab_size=len(run.tokenizer)
-            )
-        else:
-            for source in self.sources:
-                config.teacher_role(source.tag)
-        self.row_order = RowOrder(len(self.rows), seed=config.seed)
 
-    @override
-    def set_up_objective(self, run: Run) -> None:
-        super().set_up_objective(run)
-        config = self.config
+class UpdateStudent(UpdatePolicy):
+    """Updates the student with the policy loss, with the divergence, or with both."""
+
+    config: DistillConfig
+
+    def __init__(self, run: Run, config: DistillConfig) -> None:
         term = DistillationTerm(
             kind=config.objective,
             tail=config.kd_tail,
@@ -106,9 +123,89 @@ class DistillPipeline(RLVRPipeline):
         if config.nll_coef:
             terms["nll"], coefs["nll"] = CrossEntropy(), config.nll_coef
         self.distillation = Objective(terms=terms, coefs=coefs, temperature=config.temperature)
-        if config.placement == "loss" and config.task_coef:
-            policy = self.policy_objective
-            self.policy_objective = replace(policy, terms={**policy.terms, **terms}, coefs={**policy.coefs, **coefs})
+        adds = config.placement == "loss" and config.task_coef
+        super().__init__(run, config, terms=terms if adds else {}, coefs=coefs if adds else {})
+
+    @override
+    async def __call__(self, run: Run, experience: Experience, selected: Experience) -> None:
+        if self.config.trains_policy:
+            await super().__call__(run, experience, selected.with_stream(STREAM, selected.loss_mask_T))
+        elif selected.rows:
+            await self.distil(run, selected.sequences)
+        else:
+            run.guard("all_groups_filtered", False, "no sample to train on at {steps}: the masks excluded all samples")
+            run.log({"tokens/trained": 0})
+
+    async def distil(self, run: Run, sequences: Sequence[TrainSequence]) -> None:
+        """Update the student with the divergence alone."""
+        config = self.config
+        update = await run.train_role("actor_train").update(
+            _weighted(sequences),
+            self.distillation,
+            epochs=config.ppo_epochs,
+            max_length=config.response_length,
+            shuffle_seed=shuffle_seed(run, config),
+        )
+        log_update(run, update, "actor")
+        run.log({"tokens/trained": update.num_tokens})
+
+
+class DistillPipeline(PolicyPipeline[DistillConfig]):
+    """Trains a student on a teacher's distributions. Its roles are those of `rlvr`, and the teachers."""
+
+    @override
+    def prepare(self, run: Run) -> int:
+        self.teachers = Teachers(run, self.config, check_vocabulary(run, self.config))
+        if self.config.reads_rows:
+            self._read_rows(run)
+        return super().prepare(run)
+
+    @override
+    def compose(self, run: Run) -> PolicyStages:
+        config = self.config
+        credit = TeacherCredit(run, config, overlong_penalty(config))
+        masks = [*policy_masks(config), *overlong_masks(config)]
+        self.update = UpdateStudent(run, config)
+        return PolicyStages(
+            collect=self._collect(run, credit) if config.rolls_out else None,
+            score=ScoreWithTeachers(config, self.teachers),
+            credit=credit,
+            select=SelectTokens(config, masks) if config.trains_policy else SelectSamples(masks),
+            update=self.update,
+            evaluation=Validation.of(run, config, source="actor_train"),
+        )
+
+    def _collect(self, run: Run, credit: RewardCredit) -> CollectRollouts:
+        """Rollouts of the student or of the teacher. They need a reward only if the credit or a mask reads it."""
+        config = self.config
+        order = prompt_order(run, config)
+        for tag in {prompt.tag for prompts in order.rows.values() for prompt in prompts}:
+            config.teacher_role(tag)
+        plan = rollout_plan(
+            config,
+            order,
+            params=config.rollout_infer.generating_args.sampling_params(default_max_new_tokens=config.response_length),
+            keep=group_filter(config.rewards) if config.filters else None,
+            program=GreedyBaseline if credit.needs_baseline else None,
+        )
+        return CollectRollouts(config, plan, role=config.rollout_role, scored=config.reads_rewards)
+
+    def _read_rows(self, run: Run) -> None:
+        """Rows with responses, their sources, and the support that they store."""
+        config = self.config
+        data = config.actor_train.data_args
+        rows = run.rows(data)
+        self.rows = run.sequences(data, on_prompt=config.distill_on_prompt)
+        sources = {row.id: Source.of_row(row) for row in rows}
+        self.sources = [sources[sequence.id] for sequence in self.rows]
+        if config.kd_support == "stored":
+            self.rows = with_stored(
+                self.rows, rows, ids=config.kd_ids, logprobs=config.kd_logprobs, vocab_size=len(run.tokenizer)
+            )
+        else:
+            for source in self.sources:
+                config.teacher_role(source.tag)
+        self.row_order = RowOrder(len(self.rows), seed=config.seed)
 
     @override
     def roles(self) -> Sequence[RoleSpec]:
@@ -116,8 +213,7 @@ class DistillPipeline(RLVRPipeline):
 
     @override
     async def setup(self, run: Run) -> None:
-        if self.config.rolls_out:
-            await super().setup(run)
+        await super().setup(run)
         await self.teachers.setup(run)
 
     @override
@@ -129,18 +225,7 @@ class DistillPipeline(RLVRPipeline):
         with run.stage("logprobs"):
             batch = rows if self.config.kd_support == "stored" else await self.teachers.teach(run, rows, sources)
         with run.stage("train"):
-            await self._distill(run, batch)
-
-    @override
-    def state(self) -> Mapping[str, Any]:
-        return super().state() if self.config.rolls_out else {}
-
-    @override
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        if self.config.rolls_out:
-            super().load_state(state)
-
-    # -- the stages of a step ------------------------------------------------------------------------------------------
+            await self.update.distil(run, batch)
 
     def _trains_on_rollouts(self, step: int) -> bool:
         """True if a step trains on rollouts: with probability `student_data_fraction` for mixed data (GKD)."""
@@ -153,89 +238,17 @@ class DistillPipeline(RLVRPipeline):
         """Rows of a step on the data set, as many as rollouts in a step on these, and their sources."""
         size = self.config.rollout_batch_size * self.config.num_return_sequences_in_group
         chosen = self.row_order.batch(step, size)
-        rows = [replace(self.rows[i], id=f"{self.rows[i].id}/{at}", group=at) for at, i in enumerate(chosen)]
-        return rows, [self.sources[i] for i in chosen]
-
-    @override
-    def experience(self, groups: Sequence[Group]) -> Experience:
-        """Samples of a batch. They need a reward only if the credit or a mask reads it."""
-        config = self.config
-        return Experience.of(
-            groups,
-            routed_experts=config.replays_experts,
-            min_group_size=config.min_group_size,
-            scored=config.reads_rewards,
-        )
-
-    @override
-    async def _score(self, run: Run, experience: Experience) -> tuple[Experience, torch.Tensor | None]:
-        """Add the scores of `rlvr`, and the logprobs of the teachers."""
-        experience, entropy_T = await super()._score(run, experience)
-        sources = [Source.of_sample(experience.samples[at]) for at in experience.rollouts_B.tolist()]
-        taught = await self.teachers.teach(run, experience.sequences, sources)
-        return replace(experience, sequences=tuple(taught)), entropy_T
-
-    @override
-    def assign_credit(self, run: Run, experience: Experience) -> Experience:
-        """Advantages of task rewards, of the teacher, or of both; none if the divergence is a loss by itself."""
-        config = self.config
-        advantages_T = torch.zeros(len(experience.mask_T))
-        if config.task_coef:
-            experience = super().assign_credit(run, experience)
-            task_T = experience.flat("advantages")
-            advantages_T = advantages_T if task_T is None else config.task_coef * task_T
-        if config.placement == "loss":
-            return experience.with_flat(advantages=advantages_T) if config.task_coef else experience
-        old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
-        student_T, teacher_T1 = behaviour_T if old_T is None else old_T, experience.flat("teacher_logprobs")
-        if student_T is None or teacher_T1 is None:
-            raise AssertionError("advantages of distillation need logprobs of student and teacher")
-        mask_T, teacher_T = experience.mask_T, teacher_T1[:, 0]
-        found_T = sampled_advantages(
-            student_T, teacher_T, mask_T, experience.segments_T, clip=config.kd_clip, discount=config.kd_discount
-        )
-        run.log(
-            {
-                "distillation/divergence": float((student_T - teacher_T)[mask_T].mean()),
-                "distillation/advantage_mean": float(found_T[mask_T].mean()),
-            }
-        )
-        return experience.with_flat(advantages=advantages_T + config.kd_coef * found_T)
-
-    @override
-    def _chosen(self, run: Run, experience: Experience) -> Experience:
-        return (
-            super()._chosen(run, experience) if self.config.trains_policy else experience.keep(self._kept(experience))
-        )
-
-    @override
-    async def _train(self, run: Run, experience: Experience, chosen: Experience) -> None:
-        if self.config.trains_policy:
-            await super()._train(run, experience, replace(chosen, sequences=_weighted(chosen.sequences)))
-        elif chosen.sequences:
-            await self._distill(run, chosen.sequences)
-        else:
-            run.guard("all_groups_filtered", False, "no sample to train on at {steps}: the masks excluded all samples")
-            run.log({"tokens/trained": 0})
-
-    async def _distill(self, run: Run, sequences: Sequence[TrainSequence]) -> None:
-        """Update the student with the divergence alone."""
-        config = self.config
-        update = await run.train_role("actor_train").update(
-            _weighted(sequences),
-            self.distillation,
-            epochs=config.ppo_epochs,
-            max_length=config.response_length,
-            shuffle_seed=self._shuffle_seed(run),
-        )
-        log_update(run, update, "actor")
-        run.log({"tokens/trained": update.num_tokens})
+        rows = [
+            replace(self.rows[row], id=f"{self.rows[row].id}/{group}", group=group) for group, row in enumerate(chosen)
+        ]
+        return rows, [self.sources[row] for row in chosen]
 
 
 def _weighted(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
     """Sequences whose trained tokens have weight 1 in the distillation term."""
     return tuple(
-        replace(each, streams={**each.streams, STREAM: each.loss_mask.astype(np.float32)}) for each in sequences
+        replace(sequence, streams={**sequence.streams, STREAM: sequence.loss_mask.astype(np.float32)})
+        for sequence in sequences
     )
 
 

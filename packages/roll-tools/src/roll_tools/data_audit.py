@@ -24,7 +24,7 @@ from roll_core.data.end_tokens import saved_end_ids, trained_end_ids
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
 from roll_core.errors import DataError, PluginLoadError, install_command
 from roll_core.plugins.targets import load_class
-from roll_core.spec.config import DataArguments, RewardRunConfig
+from roll_core.spec.config import DataArguments, RewardKeys
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.rollout import RewardFunction
 from roll_tools.saved_record import AUDIT
@@ -520,7 +520,7 @@ def audit_run(
             seconds=left(),
             model_ends=model_ends,
         )
-        if isinstance(config, RewardRunConfig):
+        if isinstance(config, RewardKeys):
             functions = _reward_functions(config, registry) if registry is not None else {}
             yield from audit_reward_columns(
                 rows(source), config.rewards, subject=key, seconds=left(), functions=functions
@@ -551,7 +551,7 @@ def _read_sources(config: RunConfig, rows: ReadRows, audited: set[str]) -> Itera
             yield AuditFinding(check="rows", subject=key, level="ok", found=f"{len(found)} rows, read but not encoded")
 
 
-def _reward_functions(config: RewardRunConfig, registry: Registry) -> dict[str, RewardFunction]:
+def _reward_functions(config: RewardKeys, registry: Registry) -> dict[str, RewardFunction]:
     """Rewards that score without a model, by their domain. None of those whose packages are missing."""
     functions = {}
     for domain, reward in config.rewards.items():

@@ -82,8 +82,7 @@ class MuonOptions(Config):
 
 # -- policy losses -----------------------------------------------------------------------------------------------------
 
-PG_CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high")
-DUAL_CLIP_KEYS = ("dual_clip_loss", "dual_clip")
+PG_CLIP_KEYS = ("pg_clip", "pg_clip_low", "pg_clip_high")
 
 
 class PolicyLossOptions(Config):
@@ -110,8 +109,8 @@ class PolicyLossOptions(Config):
             own = [each for each in type(self).model_fields if each != "log_ratio_clamp"]
             reason = f"its constants are pg_options.{', pg_options.'.join(own)}" if own else "it has no clip"
             found |= {key: unread + reason for key in PG_CLIP_KEYS if key in changed}
-        if not self.reads_dual_clip:
-            found |= {key: f"{unread}it has no dual clip" for key in DUAL_CLIP_KEYS if key in changed}
+        if not self.reads_dual_clip and "dual_clip" in changed:
+            found["dual_clip"] = f"{unread}it has no dual clip"
         if self.expects_agg_mode and run.loss_agg_mode != self.expects_agg_mode:
             found["loss_agg_mode"] = (
                 f"found {run.loss_agg_mode}, but {run.pg_variant} is defined with {self.expects_agg_mode}: with"

@@ -21,7 +21,7 @@ from roll_core.data.rows import Rows, are_chats, file_names, first_rows, message
 from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError
-from roll_core.spec.config import DataArguments, RewardConfig, RewardRunConfig, WorkerConfig
+from roll_core.spec.config import DataArguments, RewardConfig, RewardKeys, WorkerConfig
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 
 if TYPE_CHECKING:
@@ -49,9 +49,13 @@ class FileCheck:
         self._written: list[Path] = []
         """Experiment directories of the earlier configs."""
 
-    def __call__(self, schema: type[RunConfig], data: Mapping[Any, Any]) -> list[Finding]:
+    def __call__(
+        self, schema: type[RunConfig], data: Mapping[Any, Any], config: RunConfig | None = None
+    ) -> list[Finding]:
         """Return the mistakes in the values given for `schema`; values that are invalid themselves are skipped."""
         found = list(self._models(schema, data))
+        for key, message in config.file_problems().items() if config is not None else ():
+            found.append(Finding(tuple(key.split(".")), message, code="ROLL-C040"))
         made = data.get("tokenizer")
         template = made.get("chat_template") if isinstance(made, dict) else None
         if isinstance(template, str) and not os.path.isfile(os.path.expanduser(template)):
@@ -227,7 +231,7 @@ class FileCheck:
             if "response" not in keys
         }
         scored: dict[KeyPath, list[Rows]] = {path: files for path, files in rows.items() if path in prompts}
-        by_tag = len(rewards) > 1 and issubclass(schema, RewardRunConfig)
+        by_tag = len(rewards) > 1 and issubclass(schema, RewardKeys)
         found = list(_unscored(rewards, scored)) if by_tag else []
         if data.get("replay_rollouts") is not None:
             return found

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
+from os.path import exists, expanduser, realpath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.compose import compose
 from roll_core.config.validate import NAMED_PARTS, validate
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import RunConfig, StrategyConfig
+from roll_core.spec.config import Config, RunConfig, StrategyConfig
 from roll_core.spec.model import model_keys, positions_of
 from roll_core.spec.providers import InferProvider, TrainProvider
 
@@ -68,6 +69,7 @@ def load(
 
         source = plain_values(source)
     composed = compose(source if isinstance(source, Mapping) else Path(source), overrides, registry)
+    _pin_latest(composed.data)
     config, pipeline, unchecked, model_warnings = validate(composed, registry, extra_check, needs=needs)
     if lacking := list(_lacking(config, composed, registry)):
         raise ConfigError(lacking)
@@ -78,6 +80,7 @@ def load(
         for key, reason in {
             **model_warnings,
             **_beyond_positions(config),
+            **_unread_keys(config),
             **config.training_warnings(),
             **config.warnings(parts),
         }.items()
@@ -85,6 +88,28 @@ def load(
     return LoadedConfig(
         config=config, pipeline=pipeline, sources=composed.files, warnings=warnings, unchecked=unchecked
     )
+
+
+def _pin_latest(values: Any) -> None:
+    """Resolve paths through the link `latest` of an experiment, which points to another run as soon as this one
+    begins."""
+    for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+        if isinstance(value, (dict, list)):
+            _pin_latest(value)
+        elif isinstance(value, str) and "latest" in PurePath(value).parts and exists(path := expanduser(value)):
+            values[key] = realpath(path)
+
+
+def _unread_keys(config: Config, prefix: str = "") -> dict[str, str]:
+    """Warnings about keys that nothing reads, by dotted key."""
+    unread = {f"{prefix}{name}": message for name, message in config.unread_keys().items()}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        blocks = {f"{name}.{key}": block for key, block in value.items()} if isinstance(value, dict) else {name: value}
+        for path, block in blocks.items():
+            if isinstance(block, Config):
+                unread |= _unread_keys(block, f"{prefix}{path}.")
+    return unread
 
 
 def _beyond_positions(config: RunConfig) -> dict[str, str]:

@@ -65,8 +65,9 @@ TOOLS_HINT = (
     " (tokenizer.chat_template)"
 )
 
-ExtraCheck = Callable[[type[RunConfig], "Mapping[Any, Any]"], Iterable[Finding]]
-"""Finds further mistakes in the values for a pipeline's schema; rewards are already validated, keys may be invalid."""
+ExtraCheck = Callable[[type[RunConfig], "Mapping[Any, Any]", RunConfig | None], Iterable[Finding]]
+"""Finds further mistakes in the values for a pipeline's schema; rewards are already validated, keys may be invalid. The
+config is None if it has mistakes."""
 
 
 def validate(
@@ -102,7 +103,7 @@ def validate(
     config, found = validate_all(schema, data, owner, composed.broken)
     parts.found += found
     if extra_check is not None:
-        parts.found += extra_check(schema, data)
+        parts.found += extra_check(schema, data, None if parts.found else config)
     if parts.found or config is None or composed.problems:
         raise _error(parts, schema)
     unchecked = [f"{', '.join(roles)}: the model's architecture: {why}" for why, roles in parts.unchecked.items()]

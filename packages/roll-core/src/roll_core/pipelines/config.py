@@ -5,22 +5,34 @@ from __future__ import annotations
 import os
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import model_validator
 from typing_extensions import override
 
-from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
+from roll_core.pipelines.keys import (
+    AdvantageKeys,
+    BatchKeys,
+    CriticKeys,
+    CutMaskKeys,
+    DifficultyMaskKeys,
+    EntropyKeys,
+    KLKeys,
+    LogprobKeys,
+    OverlongMaskKeys,
+    OverlongPenaltyKeys,
+    PolicyLossKeys,
+    PolicyRoleKeys,
+    PositiveNLLKeys,
+    PromptKeys,
+    RolloutKeys,
+)
 from roll_core.spec.config import (
     Config,
-    Fraction,
     InferWorkerConfig,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
+    RewardKeys,
     RewardRunConfig,
-    ScoreWorkerConfig,
+    RunConfig,
     TrainWorkerConfig,
     WorkerConfig,
 )
@@ -29,6 +41,7 @@ from roll_core.spec.providers import PolicyLossProvider
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
     from roll_core.spec.providers import Provider
 
 
@@ -85,282 +98,50 @@ class SFTConfig(RewardRunConfig):
         return self
 
 
-class SoftOverlongPenaltyConfig(Config):
-    """`soft_overlong_penalty`: DAPO's penalty for responses near the length limit (arXiv:2503.14476 eq. 13).
+class PolicyConfig(
+    DifficultyMaskKeys,
+    CutMaskKeys,
+    KLKeys,
+    PositiveNLLKeys,
+    EntropyKeys,
+    PolicyLossKeys,
+    CriticKeys,
+    AdvantageKeys,
+    LogprobKeys,
+    RolloutKeys,
+    BatchKeys,
+    PolicyRoleKeys,
+    RewardKeys,
+    RunConfig,
+):
+    """Keys of pipelines that train a policy on its rollouts. Base of their schemas.
 
-    A response of more than `l_max - l_cache` tokens loses up to `penalty_factor`, linearly in its length.
+    A subclass defines how many groups of how many samples a step has.
     """
-
-    l_max: PositiveInt | None = None
-    """Length in tokens from which a response gets the whole penalty. Default: the maximum number of new tokens."""
-    l_cache: PositiveInt
-    """Tokens before `l_max` in which the penalty grows."""
-    penalty_factor: PositiveFloat = 1.0
-    """Largest penalty."""
-
-
-class RouterReplayConfig(Config):
-    """`router_replay`: repeats in training the experts that the engine's routers chose for the policy's tokens."""
-
-    mode: Literal["disable", "R3"] = "disable"
-    """`R3` is rollout routing replay: each token is routed to the experts that the engine chose for it.
-
-    It applies to the old policy's logprobs and to the update.
-    """
-
-    @property
-    def enabled(self) -> bool:
-        """True if router replay is enabled."""
-        return self.mode != "disable"
-
-
-READ_WITH: dict[str, tuple[str, ...]] = {
-    "use_kl_loss": ("kl_loss_coef", "kl_loss_penalty", "kl_loss_unbiased"),
-    "add_token_level_kl": ("init_kl_coef", "kl_penalty", "target_kl_agg_mode"),
-    "target_kl": ("kl_horizon", "kl_error_clip"),
-    "entropy_target": ("entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
-    "positive_nll_coef": ("positive_nll_threshold",),
-    "critic": ("value_clip", "value_loss_coef", "value_loss_agg_mode"),
-    "difficulty_mask": ("difficulty_low_threshold", "difficulty_high_threshold"),
-    "error_max_len_clip": ("error_max_len_threshold", "error_max_len_reward"),
-    "is_use_additional_prompts": ("max_additional_running_prompts",),
-    "dual_clip_loss": ("dual_clip",),
-}
-"""Keys that enable others, which nothing reads without them."""
-
-
-class RLVRConfig(RewardRunConfig):
-    """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and variants)."""
 
     policy_role: ClassVar[str] = "actor_train"
-    group_size_key: ClassVar[str] = "num_return_sequences_in_group"
-    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"actor_train": ("prompt",), "validation": ("prompt",)}
     learning_rates: ClassVar[Mapping[str, float]] = {"actor_train": 1e-6, "critic": 1e-5}
     unread: ClassVar[Mapping[str, str]] = {
         "num_train_epochs": "set max_steps, the number of batches: epochs × prompts / rollout_batch_size"
     }
 
-    actor_train: TrainWorkerConfig
-    """The policy."""
-    actor_infer: InferWorkerConfig
-    """Engine that generates rollouts with the policy's weights."""
-    reference: ScoreWorkerConfig | None = None
-    """Frozen copy of the initial policy, for KL penalties.
+    @property
+    def num_groups(self) -> int:
+        """Groups per step."""
+        raise NotImplementedError
 
-    Not needed if `actor_train` trains adapters (`lora_target`): the policy without its adapters is then the reference.
-    """
-    critic: TrainWorkerConfig | None = None
-    """Value model, for estimators that need values (gae)."""
-    max_steps: PositiveInt = 500
-    """Pipeline steps: one batch of rollouts each."""
+    @property
+    def group_size(self) -> int:
+        """Samples per group."""
+        raise NotImplementedError
 
-    rollout_batch_size: PositiveInt = 128
-    """Prompts per step."""
-    num_return_sequences_in_group: PositiveInt = 8
-    """Responses per prompt (group size)."""
-    ppo_epochs: PositiveInt = 1
-    """Passes over each batch."""
-    shuffle: bool = True
-    """Assign groups to the optimizer steps of a batch in a random order of each pass. If false, in batch order."""
-
-    async_generation_ratio: NonNegativeFloat = 0.0
-    """Batches that are generated while earlier ones are trained on.
-
-    0 is synchronous, 0.5 is half a batch, 2 is two batches. Rounded up, it is the maximum number of steps between a
-    group's first token and its training. `actor_infer` needs its own slots.
-    """
-    is_use_additional_prompts: bool = False
-    """In synchronous training, fill the engine with prompts of the next batch.
-
-    It generates responses to them while the last responses of this batch are generated.
-    """
-    max_additional_running_prompts: PositiveInt = 16
-    """Maximum number of extra prompts in flight, with `is_use_additional_prompts`."""
-    take_first_ready: bool = False
-    """Fill a batch with the groups that finish first.
-
-    The next batch takes the groups that were passed over. Requires that generation runs ahead of training by less than
-    one batch.
-    """
-    partial_rollout: bool = True
-    """Resume responses that are unfinished when a batch is complete from their last token in the next step.
-
-    If false, regenerate them.
-    """
-    stale_groups: Literal["drop", "reuse"] = "drop"
-    """Handling of groups of a resumed run that are older than `async_generation_ratio` now allows.
-
-    `drop` samples their prompts again, `reuse` trains on them.
-    """
-    seeded_rollouts: bool | Literal["auto"] = "auto"
-    """Seed each request of a rollout.
-
-    A synchronous run then repeats its responses if the engine computes the same logits. `auto` enables seeds if they
-    cost nothing (`hf_infer`). `vllm` and `sglang` have faster sampling without seeds. Validation is always seeded.
-    """
-    record_rollouts: bool = False
-    """Write each step's rollouts to `rollouts/` of the run directory, without loss."""
-    replay_rollouts: str | None = None
-    """Directory of a run that recorded its rollouts: train on these, step by step.
-
-    Starts no engine and no reward workers.
-    """
-    dynamic_sampling_max_tries: Annotated[float, Field(ge=1)] = 10.0
-    """With a `query_filter_config`, samples at most this times `rollout_batch_size` prompts per batch.
-
-    The batch may then be smaller than `rollout_batch_size`.
-    """
-    train_infer_correction: TrainInferCorrectionConfig = TrainInferCorrectionConfig()
-    """Correction for tokens that older weights sampled, or an engine that computes slightly differently."""
-    router_replay: RouterReplayConfig = RouterReplayConfig()
-    """Router replay for mixture-of-experts models.
-
-    Their routers sometimes choose different experts in trainer and engine.
-    """
-
-    adv_estimator: str = "grpo"
-    """Advantage estimator: grpo, reinforce, rloo, gae, a plugin's, or your own function, `module:function`."""
-    adv_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the advantage estimator."""
-    gamma: Fraction = 1.0
-    """Discount per token."""
-    lambd: Fraction = 0.95
-    """Lambda of GAE: trade-off between bias and variance."""
-    critic_lambd: Fraction | None = None
-    """Lambda of the critic's regression target (decoupled GAE, arXiv:2503.01491). Default: `lambd`."""
-    norm_mean_type: Literal["batch", "group", "running"] | None = None
-    """Samples whose mean reward is subtracted: the batch, the group, or all batches so far.
-
-    Null subtracts nothing. An estimator with its own normalisation (`grpo`: by group) accepts only its own value.
-    """
-    norm_std_type: Literal["batch", "group", "running"] | None = None
-    """Samples whose standard deviation divides rewards: the batch, the group, or all batches so far.
-
-    Null divides by nothing. An estimator with its own normalisation (`grpo`: by group) accepts only its own value.
-    """
-    min_group_size: PositiveInt = 1
-    """Minimum number of samples with a reward in a group. A smaller group is not trained on."""
-    norm_epsilon: PositiveFloat = 1e-6
-    """Added to a standard deviation that divides rewards. A deviation of at most this value does not divide."""
-    reward_clip: PositiveFloat | None = None
-    """Clamp rewards to ± this value after normalisation."""
-    whiten_rewards: bool = False
-    """Whiten the batch's token rewards to mean 0 and variance 1 before advantages are computed."""
-    whiten_advantages: bool = False
-    """Whiten the batch's advantages to mean 0 and variance 1 over tokens."""
-    whiten_epsilon: PositiveFloat = 1e-8
-    """Added to the variance when token rewards or advantages are whitened."""
-    advantage_clip: PositiveFloat | None = None
-    """Clamp advantages to ± this value."""
-
-    pg_variant: str = "ppo"
-    """Policy loss: a name of docs/algorithms.md, a plugin's, or your own function, `module:function`."""
-    pg_clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """PPO's clip range in both directions."""
-    use_pg_clip_range: bool = False
-    """Use `pg_clip_low` and `pg_clip_high` instead of `pg_clip` (clip-higher)."""
-    pg_clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Clip ratios below 1 - this value."""
-    pg_clip_high: PositiveFloat = 0.2
-    """Clip ratios above 1 + this value."""
-    dual_clip_loss: bool = False
-    """Use dual-clip PPO: bound the objective of negative advantages from below (arXiv:1912.09729)."""
-    dual_clip: Annotated[float, Field(gt=1)] = 3.0
-    """Bound of dual-clip PPO, as a factor of the advantage."""
-    pg_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the policy loss. Each loss has its own."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "seq-mean-token-mean"
-    )
-    """Aggregation of per-token losses into a scalar."""
-    entropy_loss_coef: float = 0.0
-    """Weight of the entropy bonus. Its initial value if `entropy_target` is given."""
-    entropy_target: PositiveFloat | None = None
-    """Mean entropy per token to which the weight adapts. If it is not given, the weight is fixed."""
-    entropy_coef_delta: PositiveFloat = 0.005
-    """Change of the weight per step, with `entropy_target`."""
-    entropy_coef_min: float = 0.0
-    """Minimum weight, with `entropy_target`."""
-    entropy_coef_max: float = 1.0
-    """Maximum weight, with `entropy_target`."""
-    top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the batch's tokens in the policy loss: those with the highest entropy. The others have advantage 0."""
-    positive_nll_coef: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of positive responses, which is added to the loss (VAPO)."""
-    positive_nll_threshold: float = 0.0
-    """Reward above which a response is positive, with `positive_nll_coef`."""
-
-    use_kl_loss: bool = False
-    """Add a KL penalty to the reference to the loss."""
-    kl_loss_coef: NonNegativeFloat = 0.001
-    """Weight of the KL loss."""
-    add_token_level_kl: bool = False
-    """Subtract a KL penalty to the reference from each token's reward."""
-    kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Estimator of the KL in the reward."""
-    kl_loss_penalty: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Estimator of the KL in the loss."""
-    kl_loss_unbiased: bool = False
-    """Multiply the KL in the loss by the importance ratio, so that its gradient is unbiased (DeepSeek-V3.2)."""
-    init_kl_coef: NonNegativeFloat = 0.2
-    """Weight of the KL in the reward. Its initial value if `target_kl` is given."""
-    target_kl: PositiveFloat | None = None
-    """Target KL of the adaptive controller. If it is not given, the weight is fixed."""
-    target_kl_agg_mode: Literal["seq-mean-token-mean", "token-mean"] = "seq-mean-token-mean"
-    """Aggregation of the KL for `target_kl`: mean over sequences of the mean over tokens, or mean over all tokens.
-
-    The metric `kl/mean` is the same number.
-    """
-    kl_horizon: PositiveInt = 10000
-    """Horizon of the adaptive KL controller, in samples."""
-    kl_error_clip: PositiveFloat = 0.2
-    """Clamp the adaptive KL controller's relative error `KL / target_kl - 1` to ± this value."""
-
-    kl_log_ratio_clamp: PositiveFloat = 20.0
-    """Maximum |log-ratio| that a KL estimator exponentiates."""
-    k3_clamp: PositiveFloat = 10.0
-    """Clamp the k3 estimator to ± this value."""
-
-    value_clip: PositiveFloat | None = None
-    """Clip range of the critic's update."""
-    value_loss_coef: PositiveFloat = 0.5
-    """Factor of the critic's squared error."""
-    value_loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """Aggregation of the critic's per-token losses, as in `loss_agg_mode`."""
-    critic_epochs: PositiveInt | None = None
-    """The critic's passes over each batch. Default: `ppo_epochs`."""
-    critic_warmup: NonNegativeInt = 0
-    """Number of initial steps that train only the critic."""
-    force_disable_old_logprobs_recompute: bool = False
-    """Use the engine's logprobs as the old policy's, instead of recomputing them in the trainer."""
-    logprob_temperature: PositiveFloat | None = None
-    """Divisor of the logits in the trainer's logprobs, KL and entropy. Default: the temperature of `actor_infer`.
-
-    With another value, as ROLL's 1, the trainer's and the engine's logprobs are not comparable: `logprob_gap` is not
-    computed.
-    """
-
-    soft_overlong_penalty: SoftOverlongPenaltyConfig | None = None
-    """Subtract a penalty from the rewards of long responses. Default: no penalty."""
-    max_len_mask: bool = False
-    """Exclude responses that reach the length limit from the loss."""
-    error_max_len_clip: bool = False
-    """Exclude wrong responses that are too long from the loss. Correct responses are kept at any length."""
-    error_max_len_threshold: PositiveInt | None = None
-    """Number of tokens from which a wrong response is too long. Default: the maximum number of new tokens."""
-    error_max_len_reward: float = 1.0
-    """Reward from which a response is correct, for `error_max_len_clip`."""
-    difficulty_mask: bool = False
-    """Keep only groups whose mean reward lies between the two thresholds."""
-    difficulty_low_threshold: float = 0.0
-    """Lower bound of a group's mean reward, exclusive."""
-    difficulty_high_threshold: float = 1.0
-    """Upper bound of a group's mean reward, exclusive."""
+    @property
+    def batch_arithmetic(self) -> str:
+        """Samples per step as a product of keys, for messages."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
-    def _epochs_are_unread(self) -> RLVRConfig:
+    def _epochs_are_unread(self) -> Self:
         for name in ("actor_train", "critic"):
             args = None if (role := getattr(self, name)) is None else role.training_args
             # A resolved config has the default of every key, and max_steps.
@@ -369,12 +150,12 @@ class RLVRConfig(RewardRunConfig):
             if args.num_train_epochs != 1 or "max_steps" not in self.model_fields_set:
                 raise ValueError(
                     f"{name}.training_args.num_train_epochs is not read, and the run takes max_steps {self.max_steps}"
-                    f" batches of {self.rollout_batch_size}: remove it, and {self.unread['num_train_epochs']}"
+                    f" batches of {self.num_groups} groups: remove it, and {self.unread['num_train_epochs']}"
                 )
         return self
 
     @model_validator(mode="after")
-    def _batches_divide(self) -> RLVRConfig:
+    def _batches_divide(self) -> Self:
         for name in ("actor_train", "critic"):
             self._take_one_step(name)
         self.check_batches()
@@ -407,7 +188,7 @@ class RLVRConfig(RewardRunConfig):
                 raise ValueError(f"{self.batch_arithmetic} is not a multiple of {name}'s {spelled}")
 
     @model_validator(mode="after")
-    def _ahead_of_training(self) -> RLVRConfig:
+    def _ahead_of_training(self) -> Self:
         ratio = self.async_generation_ratio
         if ratio and self.is_use_additional_prompts:
             raise ValueError(
@@ -439,7 +220,7 @@ class RLVRConfig(RewardRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _groups_can_be_large_enough(self) -> RLVRConfig:
+    def _groups_can_be_large_enough(self) -> Self:
         if self.min_group_size > self.group_size:
             raise ValueError(
                 f"min_group_size {self.min_group_size} is above {self.group_size_key} {self.group_size}: no group would"
@@ -448,40 +229,17 @@ class RLVRConfig(RewardRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _the_penalty_applies(self) -> RLVRConfig:
-        given = self.soft_overlong_penalty
-        if given is None:
-            return self
-        l_max, limit = given.l_max or self.max_new_tokens, self.max_new_tokens
-        if not 0 <= l_max - given.l_cache < limit:
-            raise ValueError(
-                f"soft_overlong_penalty begins at l_max {l_max} - l_cache {given.l_cache} = {l_max - given.l_cache}"
-                f" tokens, expected at least 0 and less than the {limit} tokens of the longest response"
-            )
-        return self
-
-    @field_validator("critic_epochs", "critic_lambd")
-    @classmethod
-    def _has_a_critic(cls, value: float | None, info: ValidationInfo) -> float | None:
-        # An invalid critic is missing from `data`.
-        if value is not None and "critic" in info.data and info.data["critic"] is None:
-            raise ValueError("no critic is configured: remove this key, or configure critic")
-        return value
-
-    @field_validator("replay_rollouts")
-    @classmethod
-    def _follow_links(cls, value: str | None) -> str | None:
-        """Resolve links: `latest` points to another run as soon as this one begins."""
-        return None if value is None else os.path.realpath(os.path.expanduser(value))
-
-    @model_validator(mode="after")
-    def _replay_is_possible(self) -> RLVRConfig:
+    def _replay_is_possible(self) -> Self:
         if self.replay_rollouts is None:
             return self
         if self.record_rollouts:
             raise ValueError("record_rollouts would write the rollouts that replay_rollouts reads: remove one of them")
-        if self.validation is not None and self.eval_steps:
-            raise ValueError("replay_rollouts starts no engine, but validation needs one: set eval_steps to 0")
+        return self
+
+    @override
+    def file_problems(self) -> Mapping[str, str]:
+        if self.replay_rollouts is None:
+            return {}
         from roll_core.runtime.rollout.recording import BatchTerms, Recording
 
         terms = BatchTerms(
@@ -492,11 +250,14 @@ class RLVRConfig(RewardRunConfig):
         # A resumed run starts at its checkpoint's step, which is not known here. If a later step is missing, it raises
         # then.
         first = self.max_steps if self.resume_from_checkpoint else 1
-        Recording(Path(self.replay_rollouts)).check(terms, range(first, self.max_steps + 1))
-        return self
+        try:
+            Recording(Path(os.path.expanduser(self.replay_rollouts))).check(terms, range(first, self.max_steps + 1))
+        except ValueError as error:
+            return {"replay_rollouts": str(error)}
+        return {}
 
     @model_validator(mode="after")
-    def _logprobs_are_comparable(self) -> RLVRConfig:
+    def _logprobs_are_comparable(self) -> Self:
         if self.same_temperature:
             return self
         for key, needs in (
@@ -512,7 +273,7 @@ class RLVRConfig(RewardRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _reference_is_used(self) -> RLVRConfig:
+    def _reference_is_used(self) -> Self:
         if self.stays_close and self.reference is None and not self.actor_train.model_args.trains_adapters:
             key = "use_kl_loss" if self.use_kl_loss else "add_token_level_kl"
             raise ValueError(f"{key} needs the role reference: configure reference")
@@ -520,12 +281,10 @@ class RLVRConfig(RewardRunConfig):
             raise ValueError(
                 "the role reference is not used: set use_kl_loss or add_token_level_kl, or remove reference"
             )
-        if self.target_kl is not None and not self.add_token_level_kl:
-            raise ValueError("target_kl adapts the KL in the reward: set add_token_level_kl to true")
         return self
 
     @model_validator(mode="after")
-    def _entropy_is_known(self) -> RLVRConfig:
+    def _entropy_is_known(self) -> Self:
         if self.top_entropy_quantile < 1 and self.force_disable_old_logprobs_recompute:
             raise ValueError(
                 f"top_entropy_quantile {self.top_entropy_quantile:g} needs the entropies that the trainer computes with"
@@ -539,14 +298,6 @@ class RLVRConfig(RewardRunConfig):
                 f"entropy_loss_coef {self.entropy_loss_coef:g} with entropy_target: expected a value from"
                 f" entropy_coef_min {low:g} to a larger entropy_coef_max, found {high:g}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _data_and_rewards_are_given(self) -> RLVRConfig:
-        if not self.actor_train.data_args.file_name:
-            raise ValueError("actor_train.data_args.file_name is missing: name the files with the prompts")
-        if not self.rewards:
-            raise ValueError("rewards is empty: configure at least one, for example rewards.math.reward: math_rule")
         return self
 
     @override
@@ -616,16 +367,8 @@ class RLVRConfig(RewardRunConfig):
         return found
 
     def _without_effect(self) -> dict[str, str]:
-        """Warnings about keys that nothing reads, or whose value disables what another key enables."""
+        """Warnings about keys whose value disables what another key enables."""
         found: dict[str, str] = {}
-        unread = {"pg_clip"} if self.use_pg_clip_range else {"pg_clip_low", "pg_clip_high"}
-        for key in sorted(unread & self.model_fields_set):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                found[key] = f"is not read while use_pg_clip_range is {str(self.use_pg_clip_range).lower()}"
-        for enables, keys in READ_WITH.items():
-            for key in keys if not getattr(self, enables) else ():
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    found[key] = f"is not read: set {enables}, or remove this key"
         if self.use_kl_loss and not self.kl_loss_coef:
             found["kl_loss_coef"] = (
                 "found 0: the KL in the loss has no effect. Set a coefficient, or remove use_kl_loss"
@@ -650,42 +393,16 @@ class RLVRConfig(RewardRunConfig):
             )
         if getattr(parts["adv_estimator"], "non_negative", False):
             scores = [name for name, reward in self.rewards.items() if reward.kind == "score"]
-            why = "soft_overlong_penalty" if self.soft_overlong_penalty else f"rewards.{scores[0]}" if scores else ""
-            if why:
+            if why := self.negative_rewards() or (f"rewards.{scores[0]}" if scores else ""):
                 found["adv_estimator"] = (
                     f"{self.adv_estimator} ends the run at a negative reward, which {why} can give: set grpo"
                 )
-        bound = self.error_max_len_reward
-        scaled = [name for name, reward in self.rewards.items() if reward.weight < bound]
-        if self.error_max_len_clip and scaled:
-            found["error_max_len_clip"] = (
-                f"takes responses with a reward below {bound:g} as wrong, which includes correct ones if"
-                f" rewards.{scaled[0]} has a lower weight: set error_max_len_reward"
-            )
         return found
 
     @property
     @override
     def replays_experts(self) -> bool:
         return self.router_replay.enabled
-
-    @property
-    def num_groups(self) -> int:
-        """Groups per step."""
-        return self.rollout_batch_size
-
-    @property
-    def group_size(self) -> int:
-        """Samples per group."""
-        return self.num_return_sequences_in_group
-
-    @property
-    def batch_arithmetic(self) -> str:
-        """Samples per step as a product of keys, for messages."""
-        return (
-            f"rollout_batch_size {self.rollout_batch_size} prompts × num_return_sequences_in_group"
-            f" {self.num_return_sequences_in_group} = {self.num_groups * self.group_size} samples"
-        )
 
     @property
     def ahead(self) -> float:
@@ -725,6 +442,11 @@ class RLVRConfig(RewardRunConfig):
         return self.logprob_temperature in (None, self.actor_infer.generating_args.temperature or 1.0)
 
     @property
+    def temperature(self) -> float:
+        """Divisor of the logits in the trainer's logprobs. Greedy sampling has none: its logprobs are the model's."""
+        return self.logprob_temperature or self.actor_infer.generating_args.temperature or 1.0
+
+    @property
     def recomputes_logprobs(self) -> bool:
         """True if the trainer computes the old policy's logprobs before it trains."""
         if self.force_disable_old_logprobs_recompute:
@@ -733,9 +455,13 @@ class RLVRConfig(RewardRunConfig):
         older_tokens = self.ahead > 0 or self.correction.enabled
         return several_steps or self.add_token_level_kl or older_tokens or self.top_entropy_quantile < 1
 
+    def negative_rewards(self) -> str:
+        """Key that can make a reward negative; empty if there is none."""
+        return ""
+
     def clip_range(self) -> tuple[float, float]:
         """PPO's clip range as (low, high)."""
-        return (self.pg_clip_low, self.pg_clip_high) if self.use_pg_clip_range else (self.pg_clip, self.pg_clip)
+        return self.pg_clip_low or self.pg_clip, self.pg_clip_high or self.pg_clip
 
     @override
     def optimizer_steps(self) -> dict[str, int]:
@@ -758,3 +484,75 @@ class RLVRConfig(RewardRunConfig):
     def max_new_tokens(self) -> int:
         """Maximum number of tokens of a response."""
         return self.actor_infer.generating_args.max_new_tokens or self.response_length
+
+
+class PromptRunConfig(OverlongMaskKeys, OverlongPenaltyKeys, PromptKeys, PolicyConfig, RewardRunConfig):
+    """Keys of pipelines that train a policy on responses to the prompts of rows. Base of their schemas."""
+
+    group_size_key: ClassVar[str] = "num_return_sequences_in_group"
+    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"actor_train": ("prompt",), "validation": ("prompt",)}
+
+    @model_validator(mode="after")
+    def _an_engine_validates(self) -> Self:
+        if self.replay_rollouts is not None and self.validation is not None and self.eval_steps:
+            raise ValueError("replay_rollouts starts no engine, but validation needs one: set eval_steps to 0")
+        return self
+
+    @model_validator(mode="after")
+    def _the_penalty_applies(self) -> Self:
+        given = self.soft_overlong_penalty
+        if given is None:
+            return self
+        l_max, limit = given.l_max or self.max_new_tokens, self.max_new_tokens
+        if not 0 <= l_max - given.l_cache < limit:
+            raise ValueError(
+                f"soft_overlong_penalty begins at l_max {l_max} - l_cache {given.l_cache} = {l_max - given.l_cache}"
+                f" tokens, expected at least 0 and less than the {limit} tokens of the longest response"
+            )
+        return self
+
+    @property
+    @override
+    def num_groups(self) -> int:
+        return self.rollout_batch_size
+
+    @property
+    @override
+    def group_size(self) -> int:
+        return self.num_return_sequences_in_group
+
+    @property
+    @override
+    def batch_arithmetic(self) -> str:
+        return (
+            f"rollout_batch_size {self.rollout_batch_size} prompts × num_return_sequences_in_group"
+            f" {self.num_return_sequences_in_group} = {self.num_groups * self.group_size} samples"
+        )
+
+    @override
+    def negative_rewards(self) -> str:
+        return "soft_overlong_penalty" if self.soft_overlong_penalty else ""
+
+    @override
+    def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
+        found = super().warnings(parts)
+        bound = self.error_max_len_reward
+        scaled = [name for name, reward in self.rewards.items() if reward.weight < bound]
+        if self.error_max_len_clip and scaled:
+            found["error_max_len_clip"] = (
+                f"takes responses with a reward below {bound:g} as wrong, which includes correct ones if"
+                f" rewards.{scaled[0]} has a lower weight: set error_max_len_reward"
+            )
+        return found
+
+
+class RLVRConfig(PromptRunConfig):
+    """`pipeline: rlvr`: reinforcement learning from verifiable rewards (GRPO, PPO, RLOO, REINFORCE and variants)."""
+
+    @model_validator(mode="after")
+    def _data_and_rewards_are_given(self) -> Self:
+        if not self.actor_train.data_args.file_name:
+            raise ValueError("actor_train.data_args.file_name is missing: name the files with the prompts")
+        if not self.rewards:
+            raise ValueError("rewards is empty: configure at least one, for example rewards.math.reward: math_rule")
+        return self

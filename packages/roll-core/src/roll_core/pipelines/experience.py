@@ -1,45 +1,54 @@
 """Samples of one batch on their way from rewards to advantages.
 
 S samples, one per rollout; B training rows of these rollouts; T tokens of all rows, concatenated (prompts included).
-Arrays of the rows are numpy; advantages are computed on flat tensors.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from roll_core.algorithms.correction import importance_weights, inside, normalise_weights, off_policy_mask
+from roll_core.data.pack import sample_of
 from roll_core.data.rollouts import rows, sequences_of
-from roll_core.spec.algorithms import RolloutTurns
+from roll_core.spec.algorithms import AdvantageInput, RolloutTurns
+from roll_core.types import Group, Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
 
     from roll_core.algorithms.correction_options import ImportanceWeightConfig, TrainInferCorrectionConfig
-    from roll_core.types import Bools, Floats, Group, Sample, TrainSequence
+    from roll_core.types import Completion, GenerateRequest, Sample, TrainSequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Experience:
-    """Samples that have a reward, and the training rows of their rollouts.
+    """Samples that have a reward, the training rows of their rollouts, and what a step computes for their tokens.
 
     Rows are in the order of `samples`. A rollout with several rows names them by `TrainSequence.rollout`; they are
-    adjacent.
+    adjacent. Values of tokens are stored as one tensor for all rows; `sequences` splits them.
     """
 
     samples: tuple[Sample, ...]
-    sequences: tuple[TrainSequence, ...]
+    rows: tuple[TrainSequence, ...]
+    """The rows as the rollouts gave them."""
     baselines: tuple[Sample, ...] | None = None
     """`Group.baseline` of each sample; None if a group has none."""
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the step has computed, `[T]` each, by the name in `TrainSequence`. Replaces the fields of `rows`."""
+    streams: Mapping[str, Tensor] = field(default_factory=dict)
+    """Weights of further loss terms, float32 `[T]`, by name (`TrainSequence.streams`)."""
+    entropies_T: Tensor | None = None
+    """Entropies of the policy, `[T]`, if they select tokens."""
 
     @classmethod
     def of(
@@ -61,16 +70,84 @@ class Experience:
         sequences: list[TrainSequence] = []
         compared = [(group, members) for group in groups for members in group.by_player()]
         for index, (group, members) in enumerate(compared):
-            valid = [each for each in members if len(each.response_ids) and (not scored or score_of(each) is not None)]
+            valid = [
+                sample
+                for sample in members
+                if len(sample.response_ids) and (not scored or score_of(sample) is not None)
+            ]
             comparable = group.baseline is None or score_of(group.baseline) is not None
             if len(valid) >= min_group_size and comparable:
                 for sample in valid:
                     sequences += sequences_of(sample, group=index, rollout=len(samples))
                     samples.append(sample)
                     baselines.append(group.baseline)
-        chosen = tuple(sequences) if routed_experts else without_experts(sequences)
-        given = tuple(each for each in baselines if each is not None)
-        return cls(samples=tuple(samples), sequences=chosen, baselines=given if len(given) == len(samples) else None)
+        known = tuple(sample for sample in baselines if sample is not None)
+        return cls(
+            samples=tuple(samples),
+            rows=tuple(sequences) if routed_experts else without_experts(sequences),
+            baselines=known if len(known) == len(samples) else None,
+        )
+
+    @classmethod
+    def of_completions(
+        cls,
+        requests: Sequence[GenerateRequest],
+        completions: Sequence[Completion],
+        score: Callable[[Sample], float],
+    ) -> Experience:
+        """Samples of completions, one group per request, with the rewards that `score` gives."""
+        groups = []
+        for request, completion in zip(requests, completions, strict=True):
+            samples = [
+                sample_of(output, id=f"{request.id}/{index}", group_id=request.id, prompt_ids=request.prompt_ids)
+                for index, output in enumerate(completion.outputs)
+            ]
+            scored = tuple(sample.with_reward(Reward(value=score(sample))) for sample in samples)
+            groups.append(Group(id=request.id, samples=scored))
+        return cls.of(groups)
+
+    def advantage_input(self, scores_S: Tensor | None = None, **options: Any) -> AdvantageInput:
+        """Input of an advantage estimator, with `scores_S` instead of the rewards if given."""
+        return AdvantageInput(
+            scores_S=self.scores_S.float() if scores_S is None else scores_S,
+            mask_T=self.mask_T,
+            segments_T=self.segments_T,
+            groups_S=self.groups_S,
+            turns=self.turns,
+            values_T=self.flat("values"),
+            **options,
+        )
+
+    @cached_property
+    def sequences(self) -> tuple[TrainSequence, ...]:
+        """The rows with their parts of `fields` and `streams`."""
+        fields: dict[str, list[Any]] = {name: self.split(value_T) for name, value_T in self.fields.items()}
+        streams = {name: self.split(value_T) for name, value_T in self.streams.items()}
+        return tuple(
+            replace(
+                row,
+                streams={**row.streams, **{name: parts[index] for name, parts in streams.items()}},
+                **{name: parts[index] for name, parts in fields.items()},
+            )
+            for index, row in enumerate(self.rows)
+        )
+
+    @property
+    def sampled(self) -> tuple[TrainSequence, ...]:
+        """The rows with all sampled tokens in the loss mask, to score them and to train the critic."""
+        masks = self.split(self.mask_T)
+        return tuple(
+            replace(row, loss_mask=mask, sampled_mask=None) for row, mask in zip(self.sequences, masks, strict=True)
+        )
+
+    @cached_property
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """Index in `[T]` of each row's first token, and T, int64 `[B + 1]`."""
+        return np.cumsum([0, *(len(row) for row in self.rows)])
+
+    def split(self, value_T: Tensor) -> list[npt.NDArray[Any]]:
+        """Parts of a tensor `[T, …]` that belong to each row."""
+        return np.split(value_T.numpy(), self.bounds[1:-1])
 
     @property
     def scores_S(self) -> Tensor:
@@ -82,49 +159,46 @@ class Experience:
         """Largest absolute reward of a sample, or sum of its turns' absolute rewards; at least 1."""
         sizes = [abs(score) for sample in self.samples if (score := score_of(sample)) is not None]
         turns = [sample.rollout.turns for sample in self.samples if sample.rollout is not None]
-        return max([1.0, *sizes, *(sum(abs(turn.reward or 0.0) for turn in each) for each in turns)])
+        return max([1.0, *sizes, *(sum(abs(turn.reward or 0.0) for turn in episode) for episode in turns)])
 
     @property
     def components_S(self) -> Mapping[str, Tensor]:
         """Numeric components of the rewards by name, float32 `[S]`. NaN for samples without the component."""
-        found: dict[str, Tensor] = {}
+        components: dict[str, Tensor] = {}
         for index, sample in enumerate(self.samples):
             for name, value in components_of(sample).items():
-                found.setdefault(name, torch.full((len(self.samples),), torch.nan))[index] = value
-        return found
+                components.setdefault(name, torch.full((len(self.samples),), torch.nan))[index] = value
+        return components
 
-    @property
+    @cached_property
     def groups_S(self) -> Tensor:
         """Index of each sample's group, int64 `[S]`."""
-        by_rollout = dict(zip(self.rollouts_B.tolist(), (row.group for row in self.sequences), strict=True))
+        by_rollout = dict(zip(self.rollouts_B.tolist(), (row.group for row in self.rows), strict=True))
         return torch.tensor(list(by_rollout.values()), dtype=torch.int64)
 
-    @property
+    @cached_property
     def rollouts_B(self) -> Tensor:
         """Index in `samples` of each row's rollout, int64 `[B]`."""
-        named = [row.rollout for row in self.sequences]
-        begins = [each is None or index == 0 or each != named[index - 1] for index, each in enumerate(named)]
+        named = [row.rollout for row in self.rows]
+        begins = [name is None or index == 0 or name != named[index - 1] for index, name in enumerate(named)]
         return torch.tensor(begins, dtype=torch.int64).cumsum(0) - 1
 
-    @property
+    @cached_property
     def mask_T(self) -> Tensor:
         """True for sampled tokens, bool `[T]`: those of rewards, advantages, the KL in the reward and the critic."""
-        return torch.from_numpy(np.concatenate([_sampled_mask(row) for row in self.sequences]))
+        in_loss = zip(self.rows, self.split(self.loss_mask_T), strict=True)
+        masks = [loss_mask if row.sampled_mask is None else row.sampled_mask for row, loss_mask in in_loss]
+        return torch.from_numpy(np.concatenate(masks))
 
     @property
     def loss_mask_T(self) -> Tensor:
         """True for tokens in the policy's loss, bool `[T]`: sampled tokens that no mask excludes."""
-        return torch.from_numpy(np.concatenate([row.loss_mask for row in self.sequences]))
+        return self.require("loss_mask")
 
-    @property
-    def sampled(self) -> tuple[TrainSequence, ...]:
-        """The rows with all sampled tokens in the loss mask, to score them and to train the critic."""
-        return tuple(replace(row, loss_mask=_sampled_mask(row), sampled_mask=None) for row in self.sequences)
-
-    @property
+    @cached_property
     def segments_T(self) -> Tensor:
         """Index in `samples` of each token's rollout, int64 `[T]`."""
-        return torch.repeat_interleave(self.rollouts_B, torch.tensor([len(row) for row in self.sequences]))
+        return torch.repeat_interleave(self.rollouts_B, torch.from_numpy(np.diff(self.bounds)))
 
     @property
     def turns(self) -> RolloutTurns | None:
@@ -150,32 +224,45 @@ class Experience:
         return advantages_T is not None and bool((advantages_T[self.loss_mask_T] != 0).any())
 
     def flat(self, name: str) -> Tensor | None:
-        """Concatenated per-token field of all sequences, `[T]`; None if a sequence lacks it."""
-        rows = [getattr(sequence, name) for sequence in self.sequences]
-        return None if any(row is None for row in rows) else torch.from_numpy(np.concatenate(rows))
+        """A field of all rows, `[T, …]`; None if a row lacks it."""
+        if name in self.fields:
+            return self.fields[name]
+        if name not in self._stored:
+            values = [getattr(row, name) for row in self.rows]
+            missing = any(value is None for value in values)
+            self._stored[name] = None if missing else torch.from_numpy(np.concatenate(values))
+        return self._stored[name]
+
+    def require(self, name: str) -> Tensor:
+        """A field of all rows, `[T, …]`. Raises `AssertionError` if a row lacks it: an earlier stage sets it."""
+        value_T = self.flat(name)
+        if value_T is None:
+            raise AssertionError(f"a stage reads {name}, which no earlier stage has set for all rows")
+        return value_T
+
+    @cached_property
+    def _stored(self) -> dict[str, Tensor | None]:
+        """Fields of `rows` that were read before."""
+        return {}
 
     def without_behaviour(self) -> Experience:
         """Remove the engine's logprobs, for a trainer that computes logprobs at another temperature."""
-        return replace(self, sequences=tuple(replace(each, behaviour_logprobs=None) for each in self.sequences))
+        return replace(self, rows=tuple(replace(row, behaviour_logprobs=None) for row in self.rows))
 
-    def with_rows(self, **fields: Sequence[Floats] | None) -> Experience:
-        """Set per-token fields, one array of length L per sequence. Fields given as None are unchanged."""
-        given = {name: rows for name, rows in fields.items() if rows is not None}
-        sequences = tuple(
-            replace(sequence, **{name: rows[i] for name, rows in given.items()})  # type: ignore[arg-type]
-            for i, sequence in enumerate(self.sequences)
-        )
-        return replace(self, sequences=sequences)
+    def with_rows(self, **values: Sequence[npt.NDArray[Any]] | None) -> Experience:
+        """Set per-token fields, one array of length L per row. Fields given as None are unchanged."""
+        given = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in values.items() if parts is not None}
+        return replace(self, fields={**self.fields, **given})
 
-    def with_flat(self, **fields: Tensor | None) -> Experience:
-        """Set per-token fields from flat tensors `[T]`. Fields given as None are unchanged."""
-        return self.with_rows(
-            **{name: None if flat_T is None else self.rows_of(flat_T.float()) for name, flat_T in fields.items()}
-        )
+    def with_flat(self, **values: Tensor | None) -> Experience:
+        """Set per-token fields from tensors `[T]`. Fields given as None are unchanged."""
+        given = {name: value_T for name, value_T in values.items() if value_T is not None}
+        floats = {name: value_T.float() if value_T.is_floating_point() else value_T for name, value_T in given.items()}
+        return replace(self, fields={**self.fields, **floats})
 
-    def rows_of(self, flat_T: Tensor) -> list[Floats]:
-        """Split a flat tensor `[T]` into one array of length L per sequence."""
-        return np.split(flat_T.numpy(), np.cumsum([len(sequence) for sequence in self.sequences])[:-1])
+    def with_stream(self, name: str, weights_T: Tensor) -> Experience:
+        """Set the weights of a further loss term, `[T]`."""
+        return replace(self, streams={**self.streams, name: weights_T.float()})
 
     def keep(self, kept_S: Tensor) -> Experience:
         """Keep only the samples where `kept_S` is True, with all their rows."""
@@ -183,30 +270,31 @@ class Experience:
 
     def keep_rows(self, kept_B: Tensor) -> Experience:
         """Keep only the rows where `kept_B` is True, and the samples that still have a row."""
-        kept = kept_B.nonzero()[:, 0].tolist()
+        kept_T = torch.repeat_interleave(kept_B, torch.from_numpy(np.diff(self.bounds)))
         samples = dict.fromkeys(self.rollouts_B[kept_B].tolist())
-        baselines = self.baselines
         return Experience(
-            samples=tuple(self.samples[i] for i in samples),
-            sequences=tuple(self.sequences[i] for i in kept),
-            baselines=None if baselines is None else tuple(baselines[i] for i in samples),
+            samples=tuple(self.samples[index] for index in samples),
+            rows=tuple(self.rows[index] for index in kept_B.nonzero()[:, 0].tolist()),
+            baselines=None if self.baselines is None else tuple(self.baselines[index] for index in samples),
+            fields={name: value_T[kept_T] for name, value_T in self.fields.items()},
+            streams={name: weights_T[kept_T] for name, weights_T in self.streams.items()},
+            entropies_T=None if self.entropies_T is None else self.entropies_T[kept_T],
         )
 
     def with_loss(self) -> Experience:
         """Keep only the rows with a token in the loss mask or in a stream of weights."""
-        has_loss = [each.loss_mask.any() or any(row.any() for row in each.streams.values()) for each in self.sequences]
+        has_loss = [
+            row.loss_mask.any() or any(weights.any() for weights in row.streams.values()) for row in self.sequences
+        ]
         return self.keep_rows(torch.tensor(has_loss, dtype=torch.bool))
 
     def in_units(self) -> Experience:
         """Keep the rows of each rollout in one microbatch, for losses with a statistic of whole rollouts."""
-        return replace(self, sequences=tuple(replace(each, unit=each.rollout) for each in self.sequences))
+        return replace(self, rows=tuple(replace(row, unit=row.rollout) for row in self.rows))
 
     def with_positives(self, threshold: float) -> Experience:
         """Set the stream `positive`: 1 on the tokens in the loss of samples whose reward is above `threshold`."""
-        positive_T = self.loss_mask_T & (self.scores_S > threshold)[self.segments_T]
-        rows = zip(self.sequences, self.rows_of(positive_T.float()), strict=True)
-        sequences = tuple(replace(each, streams={**each.streams, "positive": row}) for each, row in rows)
-        return replace(self, sequences=sequences)
+        return self.with_stream("positive", self.loss_mask_T & (self.scores_S > threshold)[self.segments_T])
 
 
 def score_of(sample: Sample) -> float | None:
@@ -232,10 +320,8 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
     Ratios of runs and rollouts are those of their tokens in the loss.
     Returns the corrected batch and metrics. Rows without any remaining token are dropped, unless they have a stream.
     """
-    old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
-    advantages_T = experience.flat("advantages")
-    if old_T is None or behaviour_T is None or advantages_T is None:
-        raise AssertionError("a correction needs logprobs of the trainer and of the engine, and advantages")
+    old_T, behaviour_T = experience.require("old_logprobs"), experience.require("behaviour_logprobs")
+    advantages_T = experience.require("advantages")
     mask_T, segments_T = experience.loss_mask_T, experience.segments_T
     if not mask_T.any():  # all rows have only streams
         return experience, {}
@@ -263,17 +349,13 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
     corrected = experience.with_flat(advantages=advantages_T)
     if any(each.enabled for each in config.filters):
         metrics["correction/kept_share"] = float(kept_T[mask_T].float().mean())
-        corrected = corrected.with_rows(loss_mask=corrected.rows_of(kept_T)).with_loss()
+        corrected = corrected.with_flat(loss_mask=kept_T).with_loss()
     return corrected, metrics
 
 
 def _share_on_bounds(weights_N: Tensor, config: ImportanceWeightConfig) -> float:
     """Share of the weights that truncation moved to a bound."""
     return float(((weights_N <= config.lower_bound) | (weights_N >= config.upper_bound)).float().mean())
-
-
-def _sampled_mask(row: TrainSequence) -> Bools:
-    return row.loss_mask if row.sampled_mask is None else row.sampled_mask
 
 
 def without_experts(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:

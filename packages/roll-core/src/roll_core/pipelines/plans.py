@@ -11,8 +11,8 @@ from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
-    from roll_core.pipelines.config import RLVRConfig, SFTConfig
-    from roll_core.spec.config import RewardRunConfig
+    from roll_core.pipelines.config import PolicyConfig, SFTConfig
+    from roll_core.spec.config import RewardKeys
     from roll_core.spec.plan import Activity
 
 
@@ -32,8 +32,8 @@ def sft(config: SFTConfig) -> PipelinePlan:
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=config.val_batch_size)
 
 
-def rlvr(config: RLVRConfig) -> PipelinePlan:
-    """Plan of the RLVR pipeline, in the order of `RLVRPipeline.step`."""
+def rlvr(config: PolicyConfig) -> PipelinePlan:
+    """Plan of a pipeline that trains a policy, in the order of `RLVRPipeline.step`."""
     steps = config.max_steps
     roles = [
         RoleSpec(
@@ -67,7 +67,7 @@ def rlvr(config: RLVRConfig) -> PipelinePlan:
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs, one_response=not config.multi_turn)
 
 
-def add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardRunConfig) -> None:
+def add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardKeys) -> None:
     """Add an engine that generates held-out responses with the weights of `source`, and the rewards that score them."""
     roles.append(RoleSpec(name="actor_infer", kind="generate", model_from=source))
     roles += rewards(config)
@@ -75,14 +75,14 @@ def add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, conf
     phases.append(_rollout("held-out responses", config))
 
 
-def rewards(config: RewardRunConfig) -> list[RoleSpec]:
+def rewards(config: RewardKeys) -> list[RoleSpec]:
     """The roles of the rewards."""
     return [
         RoleSpec(name=f"rewards.{domain}", kind=reward.kind, task="reward") for domain, reward in config.rewards.items()
     ]
 
 
-def _rollout(name: str, config: RewardRunConfig) -> Phase:
+def _rollout(name: str, config: RewardKeys) -> Phase:
     """The engine generates, and the models of rewards score or generate beside it."""
     acts: dict[str, Activity] = {"actor_infer": "generate"}
     for domain, reward in config.rewards.items():

@@ -8,9 +8,11 @@ Cross-field rules belong in `model_validator`s that raise `ValueError` and spell
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations of class variables
+from dataclasses import dataclass
+from functools import cache
 from math import prod
-from os.path import exists, expanduser, realpath
-from pathlib import PurePath
+from os.path import expanduser
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -27,7 +29,7 @@ from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic reads the annotation
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
     from typing import Self
 
     from roll_core.spec.providers import ModelParallelism, Provider
@@ -57,14 +59,6 @@ def _numbers_as_text(value: Any) -> Any:
     }
 
 
-def _follow_latest(path: Any) -> Any:
-    """`path` with its links resolved if it leads through the link `latest` of an experiment, which points to another
-    run as soon as this one begins."""
-    if isinstance(path, str) and "latest" in PurePath(path).parts and exists(found := expanduser(path)):
-        return realpath(found)
-    return path
-
-
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.()-]*$")]
 EnvValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 EnvVars = Annotated[dict[EnvName, EnvValue], BeforeValidator(_numbers_as_text)]
@@ -72,6 +66,18 @@ EnvVars = Annotated[dict[EnvName, EnvValue], BeforeValidator(_numbers_as_text)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 MAX_NAME_BYTES = 255
 """Maximum length of a directory name on common file systems."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Marks a key that is read only if another key of its block is set: `Annotated[float, Needs("use_kl_loss")]`."""
+
+    condition: str
+    """Key or property of the block. The marked key is read if its value is true."""
+    strict: bool = False
+    """Refuse the key without the condition. Otherwise `check` warns about it."""
+    remedy: str = ""
+    """What to do so that the key is read. Default: `set <condition>`."""
 
 
 class Config(BaseModel):
@@ -86,24 +92,58 @@ class Config(BaseModel):
         defer_build=True,  # a command builds the validators of the schemas it reads
     )
 
+    group_needs: ClassVar[Mapping[type[Config], tuple[Needs, ...]]] = {}
+    """Bases whose keys are read only on conditions, with the conditions."""
+    switches: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Accepted spellings of ROLL with a switch beside values: for each switch, its keys and their values if they are
+    left out. `false` removes the keys."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_switches(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for switch in cls.switches.keys() & value.keys():
+                if isinstance(value[switch], bool):
+                    keys = cls.switches[switch]
+                    given = {key: each for key, each in value.items() if key != switch}
+                    value = (
+                        {**keys, **given} if value[switch] else {key: given[key] for key in given if key not in keys}
+                    )
+        return value
+
+    @model_validator(mode="after")
+    def _keys_are_read(self) -> Self:
+        for name, message in self.unread_keys(strict=True).items():
+            raise ValueError(f"{name} {message}")
+        return self
+
+    def unread_keys(self, *, strict: bool = False) -> dict[str, str]:
+        """Keys that nothing reads, each with what to do. Those with the value of their default do not count, because a
+        stored config has all keys."""
+        unread: dict[str, str] = {}
+        for name, needs in _needs(type(self)):
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if needs.strict == strict and getattr(self, name) != default and not getattr(self, needs.condition):
+                unread[name] = f"is not read: {needs.remedy or f'set {needs.condition}'}, or remove this key"
+        return unread
+
+
+@cache
+def _needs(schema: type[Config]) -> list[tuple[str, Needs]]:
+    """Conditions of the keys of a schema, in the order of the keys."""
+    by_key = {name: needs for group, needs in schema.group_needs.items() for name in group.model_fields}
+    return [
+        (name, needs)
+        for name, field in schema.model_fields.items()
+        for needs in (
+            *(each for each in field.metadata if isinstance(each, Needs)),
+            *by_key.get(name, ()),
+        )
+    ]
+
 
 NAMES = re.compile(r"[\w.\s,-]*")
 """Matches module names separated by commas. Text with other characters is a regular expression."""
-LORA_KEYS = (
-    "lora_rank",
-    "lora_alpha",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "use_dora",
-    "lora_dropout",
-    "additional_target",
-    "target_parameters",
-    "load_in_4bit",
-    "lora_export",
-)
-"""Keys that have an effect only together with `lora_target`."""
-
 MERGED_ONLY = {
     "additional_target": "also trains whole weights",
     "target_parameters": "adapts parameters of experts",
@@ -199,6 +239,9 @@ class StrategyConfig(Config):
         replay the experts of this model. `keys` as for `check_model`; empty if nothing is known."""
 
 
+OF_ADAPTERS = Needs("reads_adapter_keys", strict=True, remedy="set lora_target, which enables LoRA")
+
+
 class ModelArguments(Config):
     """`model_args`: which model a role uses, and how it is computed."""
 
@@ -219,34 +262,38 @@ class ModelArguments(Config):
     lora_target: str | list[str] | None = None
     """Train low-rank adapters (LoRA) on these linear layers and embeddings instead of the model's own weights. Names,
     `all-linear`, or a regular expression that matches whole paths."""
-    lora_rank: NonNegativeInt | None = 8
+    lora_rank: Annotated[NonNegativeInt | None, OF_ADAPTERS] = 8
     """Rank of the adapters. 0 trains the whole model, whatever `lora_target` is."""
-    lora_alpha: PositiveFloat | None = None
+    lora_alpha: Annotated[PositiveFloat | None, OF_ADAPTERS] = None
     """The adapters' output is scaled by `lora_alpha / lora_rank`. Default: twice `lora_rank`."""
-    rank_pattern: dict[str, PositiveInt] = {}
+    rank_pattern: Annotated[dict[str, PositiveInt], OF_ADAPTERS] = {}
     """Ranks of some targets, by the end of their paths, for example `{q_proj: 32, 'layers.0.mlp.up_proj': 4}`. Keys may
     be regular expressions."""
-    alpha_pattern: dict[str, PositiveFloat] = {}
+    alpha_pattern: Annotated[dict[str, PositiveFloat], OF_ADAPTERS] = {}
     """`lora_alpha` of some targets, by keys as in `rank_pattern`."""
-    use_rslora: bool = False
+    use_rslora: Annotated[bool, OF_ADAPTERS] = False
     """Scale the adapters' output by `lora_alpha / √lora_rank` (rsLoRA)."""
-    use_dora: bool = False
+    use_dora: Annotated[bool, OF_ADAPTERS] = False
     """Train the norm of each row of the adapted weights too (DoRA)."""
-    lora_dropout: Fraction = 0.0
-    """Must be 0: dropout is off in training, so that logprobs before and during an update come from the same
-    function."""
-    additional_target: str | list[str] | None = None
+    additional_target: Annotated[str | list[str] | None, OF_ADAPTERS] = None
     """Modules that are trained in full next to the adapters (`modules_to_save` of peft). Value and reward heads always
     are."""
-    target_parameters: str | list[str] | None = None
+    target_parameters: Annotated[str | list[str] | None, OF_ADAPTERS] = None
     """Parameters with adapters that belong to no linear layer: the fused tensors of experts, for example
     `[experts.gate_up_proj, experts.down_proj]`."""
-    load_in_4bit: bool = False
+    load_in_4bit: Annotated[
+        bool, Needs("trains_adapters", strict=True, remedy="set lora_target, which enables LoRA")
+    ] = False
     """Store the frozen linear layers in 4 bits (NF4), which bitsandbytes dequantizes in each pass (QLoRA). Embeddings,
     output layer, norms, routers and fused experts keep `dtype`."""
-    lora_export: Literal["merged", "adapter"] = "merged"
+    lora_export: Annotated[Literal["merged", "adapter"], OF_ADAPTERS] = "merged"
     """Content of `export/`: `merged`, the whole model with merged adapters; or `adapter`, only the adapters in peft's
     format."""
+
+    @property
+    def reads_adapter_keys(self) -> bool:
+        """True if adapters are described, or disabled by their rank 0."""
+        return self.lora_target is not None or self.lora_rank == 0
 
     @property
     def trains_adapters(self) -> bool:
@@ -270,10 +317,6 @@ class ModelArguments(Config):
     @model_validator(mode="after")
     def _adapters_make_sense(self) -> ModelArguments:
         if self.lora_target is None:
-            # A saved config has every key, so only values other than the defaults show that adapters are intended.
-            beside = [key for key in LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
-            if beside and self.lora_rank:
-                raise ValueError(f"{beside[0]} has no effect without lora_target, which enables LoRA")
             return self
         targets = self.lora_targets()
         if not targets:
@@ -295,16 +338,9 @@ class ModelArguments(Config):
             raise ValueError("use_dora does not apply to target_parameters, which are no linear layers; remove one")
         if self.use_dora and self.load_in_4bit:
             raise ValueError("use_dora needs the norms of unquantized weights; remove it, or load_in_4bit")
-        if self.lora_dropout:
-            raise ValueError(
-                f"lora_dropout is {self.lora_dropout:g}, expected 0: dropout is off in training, so that logprobs"
-                " before and during an update come from the same function; weight_decay also regularises"
-            )
         if self.lora_export == "adapter" and self.random_init is not None:
             raise ValueError("lora_export: adapter needs a base model that can be loaded, not random_init; use merged")
         return self
-
-    _follow_latest = field_validator("model_name_or_path")(_follow_latest)
 
     @field_validator("random_init")
     @classmethod
@@ -543,11 +579,11 @@ class WorkerConfig(Config):
     """Sequences per microbatch if the role only computes logprobs or values."""
     use_dynamic_batching_in_train: bool = False
     """Fill microbatches up to `max_tokens_per_microbatch_in_train` tokens instead of by number of sequences."""
-    max_tokens_per_microbatch_in_train: PositiveInt | None = None
+    max_tokens_per_microbatch_in_train: Annotated[PositiveInt | None, Needs("use_dynamic_batching_in_train")] = None
     """Maximum number of tokens of a training microbatch."""
     use_dynamic_batching_in_infer: bool = False
     """Fill microbatches up to `max_tokens_per_microbatch_in_infer` tokens instead of by `infer_batch_size`."""
-    max_tokens_per_microbatch_in_infer: PositiveInt | None = None
+    max_tokens_per_microbatch_in_infer: Annotated[PositiveInt | None, Needs("use_dynamic_batching_in_infer")] = None
     """Maximum number of tokens of a microbatch that is only scored."""
     is_offload_states: bool | None = None
     """Offload this role's states to the host while other roles on the same slots work. Default: the run's
@@ -1126,8 +1162,6 @@ class RunConfig(Config):
     """Request deterministic kernels from the libraries while training roles compute, so that a resumed run equals an
     uninterrupted one bit for bit. An operator without one on the device is an error that names it."""
 
-    _follow_latest = field_validator("resume_from_checkpoint", "pretrain")(_follow_latest)
-
     @field_validator("exp_name")
     @classmethod
     def _names_a_directory(cls, value: str) -> str:
@@ -1249,6 +1283,11 @@ class RunConfig(Config):
         is built.
         """
 
+    def file_problems(self) -> Mapping[str, str]:
+        """Problems of files that the config names, by dotted key. Called on a valid config by `roll-core check` and
+        `run`, but not with `--no-files`: validators read no files."""
+        return {}
+
     @classmethod
     def tool_problems(cls, values: Mapping[Any, Any]) -> Mapping[str, str]:
         """Dotted keys because of which the policy cannot use the tools of an environment, each with the reason.
@@ -1270,11 +1309,16 @@ class RunConfig(Config):
         return found
 
 
-class RewardRunConfig(RunConfig):
-    """Keys of pipelines that generate responses and score them with `rewards`. Base of their schemas."""
+class RewardKeys(Config):
+    """The rewards of responses."""
 
     rewards: Rewards = Field(default_factory=dict)
     """Rewards by domain. A row's tag selects its reward; a single reward scores all rows."""
+
+
+class RewardRunConfig(RewardKeys, RunConfig):
+    """Keys of pipelines that generate responses to prompts and score them with `rewards`. Base of their schemas."""
+
     validation: ValidationConfig | None = None
     """Held-out prompts. Default: no validation."""
     val_batch_size: PositiveInt = 1024
