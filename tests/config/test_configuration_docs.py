@@ -21,7 +21,7 @@ from roll_core.config.schema import members
 from roll_core.config.source import Loader
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
-from roll_core.spec.config import Config, RunConfig, WorkerConfig
+from roll_core.spec.config import Config, Needs, RunConfig, WorkerConfig
 from roll_testing.kit import hf_plugins
 from shared_tests.config_table import key_entry
 
@@ -156,6 +156,9 @@ def own_fields(schema):
             continue
         documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         meaning = " ".join(following.value.value.split()) if documented else ""
+        metadata = schema.model_fields[statement.target.id].metadata
+        for needs in (each for each in metadata if isinstance(each, Needs) and each.condition in schema.model_fields):
+            meaning += f" Read only with `{needs.condition}`."
         default = spell_default(statement.value)
         if isinstance(statement.value, ast.Name):
             text = str(schema.model_fields[statement.target.id].default)
@@ -196,12 +199,15 @@ def lists():
         rows = list(own_fields(schema))
         title = inspect.getdoc(schema).split("\n\n")[0]
         bases = [base.__name__.strip("_") for base in schema.__bases__ if base is not Config]
-        if not rows:
+        if not rows and not bases:
             continue
         lines += [f"### {schema.__name__.strip('_')}", "", textwrap.fill(" ".join(title.split()), 100), ""]
         if bases:
-            lines += [f"Has the keys of {' and '.join(bases)}, and:", ""]
-        lines += ["".join(key_entry(*row, example(schema, row[0])) for row in rows)]
+            lines += [
+                textwrap.fill(f"Has the keys of {', '.join(reversed(bases))}{', and:' if rows else '.'}", 100),
+                "",
+            ]
+        lines += [] if not rows else ["".join(key_entry(*row, example(schema, row[0])) for row in rows)]
     return "\n".join(lines)
 
 

@@ -102,7 +102,7 @@ class RolloutKeys(Config):
     It generates responses to them while the last responses of this batch are generated.
     """
     max_additional_running_prompts: Annotated[PositiveInt, Needs("is_use_additional_prompts")] = 16
-    """Maximum number of extra prompts in flight, with `is_use_additional_prompts`."""
+    """Maximum number of extra prompts in flight."""
     take_first_ready: bool = False
     """Fill a batch with the groups that finish first.
 
@@ -261,11 +261,11 @@ class EntropyKeys(Config):
     entropy_target: PositiveFloat | None = None
     """Mean entropy per token to which the weight adapts. If it is not given, the weight is fixed."""
     entropy_coef_delta: Annotated[PositiveFloat, Needs("entropy_target")] = 0.005
-    """Change of the weight per step, with `entropy_target`."""
+    """Change of the weight per step."""
     entropy_coef_min: Annotated[float, Needs("entropy_target")] = 0.0
-    """Minimum weight, with `entropy_target`."""
+    """Minimum weight."""
     entropy_coef_max: Annotated[float, Needs("entropy_target")] = 1.0
-    """Maximum weight, with `entropy_target`."""
+    """Maximum weight."""
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the batch's tokens in the policy loss: those with the highest entropy. The others have advantage 0."""
 
@@ -276,7 +276,7 @@ class PositiveNLLKeys(Config):
     positive_nll_coef: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of positive responses, which is added to the loss (VAPO)."""
     positive_nll_threshold: Annotated[float, Needs("positive_nll_coef")] = 0.0
-    """Reward above which a response is positive, with `positive_nll_coef`."""
+    """Reward above which a response is positive."""
 
 
 class KLKeys(Config):
@@ -346,4 +346,4 @@ class OverlongMaskKeys(Config):
     error_max_len_threshold: Annotated[PositiveInt | None, Needs("error_max_len_clip")] = None
     """Number of tokens from which a wrong response is too long. Default: the maximum number of new tokens."""
     error_max_len_reward: Annotated[float, Needs("error_max_len_clip")] = 1.0
-    """Reward from which a response is correct, for `error_max_len_clip`."""
+    """Reward from which a response is correct."""
