@@ -233,18 +233,24 @@ def start(runs, hosts: Hosts, config) -> subprocess.Popen:
     return subprocess.Popen(hosts.command(words), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ends(process: subprocess.Popen, code: int) -> str:
+def ends(process: subprocess.Popen, code: int, folder: Path) -> str:
     try:
         output, _ = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
-        pytest.fail(f"the run has not ended after 240 s\n{aborted(process)}")
+        pytest.fail(f"the run has not ended after 240 s\n{aborted(process, folder)}")
     assert process.returncode == code, output
     assert "Traceback" not in output
     return output
 
 
-def aborted(process: subprocess.Popen) -> str:
-    """Output of a run that made no progress, with the stacks of its workers and of its driver."""
+def aborted(process: subprocess.Popen, folder: Path) -> str:
+    """Output and logs of a run that made no progress, with the stacks of its workers and of its driver."""
+    output = output_of_aborted(process)
+    logs = [log.read_text(encoding="utf-8") for log in sorted(folder.glob("output/*/*/log.txt"))]
+    return "\n".join([output, *logs])  # the logs have the Python stacks of workers that crashed
+
+
+def output_of_aborted(process: subprocess.Popen) -> str:
     workers = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("ray::RayHost")]
     for worker in workers:  # whose stack is then part of the driver's error
         with contextlib.suppress(psutil.Error):
@@ -268,10 +274,10 @@ def test_a_run_that_loses_a_host_names_it_and_goes_on_with_what_is_left(local_ru
     while not list(checkpoints.glob("step-[2-9]*")):
         assert process.poll() is None, process.communicate()[0]
         if time.monotonic() > deadline:
-            pytest.fail(f"no second checkpoint after 240 s\n{aborted(process)}")
+            pytest.fail(f"no second checkpoint after 240 s\n{aborted(process, runs.folder)}")
         time.sleep(0.1)
     hosts.lose()
-    said = " ".join(ends(process, 1).split())
+    said = " ".join(ends(process, 1, runs.folder).split())
     ended = r"exited (during \w+|between two calls): Ray reports that its host is lost"
     gone = rf"sft_train rank [01] on {hosts.lost} {ended}"
     assert re.search(gone, said), said
@@ -282,7 +288,7 @@ def test_a_run_that_loses_a_host_names_it_and_goes_on_with_what_is_left(local_ru
     done = max(int(path.name.partition("-")[2]) for path in checkpoints.glob("step-*"))
     config["sft_train"] |= {"device_mapping": [0]}
     config["sft_train"]["training_args"] |= {"gradient_accumulation_steps": 2}
-    ends(start(runs, hosts, config | {"max_steps": done + 2, "resume_from_checkpoint": "auto"}), 0)
+    ends(start(runs, hosts, config | {"max_steps": done + 2, "resume_from_checkpoint": "auto"}), 0, runs.folder)
     resumed = json.loads((runs.folder / "output/sft/002/run.json").read_text(encoding="utf-8"))
     assert resumed["resumed_step"] == done
     whole = runs.ok(config | {"max_steps": done + 2, "exp_name": "whole", "executor": "local"})
@@ -302,7 +308,7 @@ def test_trainer_and_engine_sit_on_different_hosts(local_runs, cabled):
     config = runs.rlvr(executor="ray", num_gpus_per_node=1, max_steps=2)
     config["actor_train"] |= {"device_mapping": [0]}
     config["actor_infer"] |= {"device_mapping": [1]}
-    ends(start(runs, cabled, config), 0)
+    ends(start(runs, cabled, config), 0, runs.folder)
     record = json.loads((runs.folder / "output/rlvr/001/run.json").read_text(encoding="utf-8"))
     assert set(record["weight_transports"].values()) == {"collective"}
     assert len(read(runs.folder / "output/rlvr/001")) == 2
