@@ -4,6 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll_core.api.files import FileCheck
+from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_testing.errors import mentions, raises_error
 
@@ -111,6 +113,6 @@ def test_what_cannot_be_replayed_is_refused_by_check(local_runs):
         ({"replay_rollouts": str(local_runs.folder)}, (local_runs.folder,)),
     ]:
         with raises_error(ConfigError, *facts):
-            local_runs.run(replaying(config, recorded, **given))
+            load(replaying(config, recorded, **given), [], local_runs.registry, FileCheck())
     by_link = replaying(config, recorded) | {"exp_name": "rlvr", "replay_rollouts": "output/rlvr/latest"}
     assert_equal(local_runs, recorded, local_runs.ok(by_link))

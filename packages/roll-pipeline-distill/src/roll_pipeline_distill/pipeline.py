@@ -129,7 +129,9 @@ class UpdateStudent(UpdatePolicy):
     @override
     async def __call__(self, run: Run, experience: Experience, selected: Experience) -> None:
         if self.config.trains_policy:
-            await super().__call__(run, experience, selected.with_stream(STREAM, selected.loss_mask_T))
+            if selected.rows:
+                selected = selected.with_stream(STREAM, selected.loss_mask_T)
+            await super().__call__(run, experience, selected)
         elif selected.rows:
             await self.distil(run, selected.sequences)
         else:
