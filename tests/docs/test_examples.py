@@ -101,7 +101,7 @@ OF_A_ROLE = ("strategy_args:", "device_mapping:")
 ENVIRONMENT = re.compile("^environment: ", re.MULTILINE)
 """Parts of docs/environments.md: some need a package that the shared environment lacks."""
 ELSEWHERE = {"reward: palindrome", "acme_small:", "environment: my_env:", "agent: my_agent:"}
-TUTORIAL = {f"docs/own-{name}.md" for name in ("reward", "data", "environment", "plugin")}
+TUTORIAL = {f"docs/own-{name}.md" for name in ("reward", "data", "environment", "plugin", "pipeline")}
 """Pages whose files `test_tutorial.py` runs in order."""
 ELSEWHERE |= {"exp_name: letters"}
 ELSEWHERE |= {"environment: text_game\n    env", "agent: verifiers"}

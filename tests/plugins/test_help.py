@@ -25,7 +25,7 @@ RECORDS = [
     each
     for module in MODULES
     for each in vars(module).values()
-    if is_dataclass(each) and each.__module__ == module.__name__
+    if isinstance(each, type) and is_dataclass(each) and each.__module__ == module.__name__
 ]
 
 

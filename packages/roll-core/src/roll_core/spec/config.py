@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from roll_core.field_docs import document_fields
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.platform import EnvVar, RoleKind  # noqa: TC001 - pydantic reads the annotation
 
@@ -281,9 +282,7 @@ class ModelArguments(Config):
     target_parameters: Annotated[str | list[str] | None, OF_ADAPTERS] = None
     """Parameters with adapters that belong to no linear layer: the fused tensors of experts, for example
     `[experts.gate_up_proj, experts.down_proj]`."""
-    load_in_4bit: Annotated[
-        bool, Needs("trains_adapters", strict=True, remedy="set lora_target, which enables LoRA")
-    ] = False
+    load_in_4bit: Annotated[bool, OF_ADAPTERS] = False
     """Store the frozen linear layers in 4 bits (NF4), which bitsandbytes dequantizes in each pass (QLoRA). Embeddings,
     output layer, norms, routers and fused experts keep `dtype`."""
     lora_export: Annotated[Literal["merged", "adapter"], OF_ADAPTERS] = "merged"
@@ -1332,3 +1331,6 @@ class AdvantageOptions(Config):
     def min_samples(self) -> int:
         """Samples that each prompt needs at least."""
         return 1
+
+
+document_fields(__name__)
