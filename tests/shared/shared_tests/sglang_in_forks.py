@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from subprocess import TimeoutExpired
+from typing import Any
 
 from torch.utils._device import _device_constructors
 
@@ -25,10 +26,10 @@ from roll_infer_sglang import serve, server  # noqa: E402
 class Forked:
     """The part of `subprocess.Popen` that `SglangServer` uses."""
 
-    def __init__(self, command, *, env, **options):
+    def __init__(self, command: list[str], *, env: dict[str, str], **options: Any) -> None:
         assert command[-1] == serve.__name__
         reading, writing = os.pipe()
-        self.returncode = None
+        self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid:
             os.close(reading)
@@ -47,20 +48,20 @@ class Forked:
             traceback.print_exc()
         os._exit(1)
 
-    def poll(self):
+    def poll(self) -> int | None:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout):
+    def wait(self, timeout: float) -> int:
         deadline = time.monotonic() + timeout
-        while self.poll() is None:
+        while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise TimeoutExpired(serve.__name__, timeout)
             time.sleep(0.02)
-        return self.returncode
+        return code
 
 
 class Subprocess:
@@ -71,4 +72,4 @@ class Subprocess:
     TimeoutExpired = TimeoutExpired
 
 
-server.subprocess = Subprocess
+vars(server)["subprocess"] = Subprocess

@@ -39,7 +39,6 @@ from roll_core.pipelines.stages import (
     rollout_plan,
     shuffle_seed,
 )
-from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_pipeline_distill.config import DistillConfig
 from roll_pipeline_distill.divergences import STREAM, DistillationTerm, sampled_advantages
 from roll_pipeline_distill.plans import distill
@@ -188,7 +187,7 @@ class DistillPipeline(PolicyPipeline[DistillConfig]):
             order,
             params=config.rollout_infer.generating_args.sampling_params(default_max_new_tokens=config.response_length),
             keep=group_filter(config.rewards) if config.filters else None,
-            program=GreedyBaseline if credit.needs_baseline else None,
+            program=credit.program,
         )
         return CollectRollouts(config, plan, role=config.rollout_role, scored=config.reads_rewards)
 

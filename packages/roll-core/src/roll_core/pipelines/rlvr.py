@@ -31,7 +31,6 @@ from roll_core.pipelines.stages import (
     policy_masks,
     rollout_plan,
 )
-from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.spec.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig]):
             config,
             order,
             keep=group_filter(config.rewards) if config.filters else None,
-            program=GreedyBaseline if credit.needs_baseline else None,
+            program=credit.program,
         )
         return PolicyStages(
             collect=CollectRollouts(config, plan),

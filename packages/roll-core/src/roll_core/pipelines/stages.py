@@ -44,6 +44,7 @@ from roll_core.pipelines.experience import (
     without_experts,
 )
 from roll_core.pipelines.prompt_order import domains
+from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.spec.algorithms import AdvantageEstimator, PolicyLossParams, bind_options
 from roll_core.spec.pipeline import RolloutPlan
@@ -361,7 +362,8 @@ class RewardCredit(Stage):
         self.config, self.penalty = config, penalty
         part = run.part(AdvantageProvider, config.adv_estimator, config.adv_options)
         self.estimator = bind_options(part.load(), AdvantageEstimator, config.adv_options)
-        self.needs_baseline = part.provider.needs_baseline
+        self.program = GreedyBaseline if part.provider.needs_baseline else None
+        """Program of the rollouts, if the estimator needs another one than `RolloutPlan`'s default."""
         self.normaliser = (
             RewardNormaliser(config.norm_mean_type, config.norm_std_type, config.reward_clip, config.norm_epsilon)
             if part.provider.normalise == "config"
