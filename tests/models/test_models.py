@@ -36,7 +36,7 @@ from roll_testing.ranks import RankHost, RanksFailedError, free_port
 from roll_testing.tiny_models import TYPES
 
 ROOT = Path(__file__).parents[2]
-SGLANG_STAND_INS = ROOT / "packages/roll-infer-sglang/tests/cpu"
+SGLANG_STAND_INS = [str(ROOT / "packages/roll-infer-sglang/tests/cpu"), str(ROOT / "tests/shared/stand_ins")]
 sys.path.append(str(ROOT / "packages/roll-strategy-megatron/tests"))  # for `megatron_on_cpu`
 UPDATE = os.environ.get("ROLL_UPDATE_GOLDEN", "")
 EACH_CHANGE = ("llama", "qwen3_moe", "mamba2", "gpt2")
@@ -108,7 +108,7 @@ def host():
         preload.insert(0, "megatron_on_cpu")
     if importlib.util.find_spec("sglang"):
         preload.insert(0, "shared_tests.sglang_in_forks")
-        path = os.pathsep.join([str(SGLANG_STAND_INS), *filter(None, sys.path)])
+        path = os.pathsep.join([*SGLANG_STAND_INS, *filter(None, sys.path)])
         environment |= sglang_environment("cpu", {}, num_threads=1, num_slots=1)
         environment |= {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     if importlib.util.find_spec("vllm"):

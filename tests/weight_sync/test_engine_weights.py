@@ -1,6 +1,7 @@
 """Weight updates of an engine in its own processes: what the worker sends, and what a process reads back."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -11,7 +12,14 @@ from roll_core.spec.model import LoraSpec
 from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.weights import digest, make_manifest
 from roll_modeling.buckets import BucketInfo, Incoming
-from roll_modeling.engine_weights import AdapterWeights, EngineProcesses, LoadedModel, ModelWeights
+from roll_modeling.engine_weights import (
+    AdapterWeights,
+    EngineProcesses,
+    FusedTensor,
+    LoadedModel,
+    LoadedTensor,
+    ModelWeights,
+)
 from roll_testing.errors import raises_error
 
 LORA = LoraSpec(targets=("q",), rank=1, alpha=1.0)
@@ -136,6 +144,61 @@ def test_a_manifest_of_another_model_is_rejected_before_anything_is_loaded(sent,
         update(ModelWeights(processes, 24, ()), sent)
     assert processes.steps == []
     assert not processes.processes[0].tensors["a"].any()
+
+
+class Half(LoadedTensor):
+    shape = (3, 2)
+
+
+class FusedProcess(Process):
+    """A process whose engine fuses `gate` and `up` in one parameter."""
+
+    def __init__(self):
+        super().__init__(0, ())
+        self.module = SimpleNamespace(weight=torch.zeros(6, 2))
+        halves = [Half(module=self.module, parameter="weight", index=index) for index in range(2)]
+        self.locations = dict(zip(("gate", "up"), halves, strict=True))
+        self.locations["gate_up"] = FusedTensor(module=self.module, parameter="weight", members=tuple(halves))
+
+    def locate(self, name):
+        return self.locations[name]
+
+    def located(self):
+        return [(name, self.locations[name]) for name in ("gate", "up")]
+
+    def rows(self, at):
+        halves = self.module.weight.split(3)
+        return halves if isinstance(at, FusedTensor) else halves[at.index : at.index + 1]
+
+    def read(self, name, at):
+        return torch.cat(self.rows(at))
+
+    def load(self, tensors):
+        for name, tensor in tensors:
+            for row, sent in zip(self.rows(self.locate(name)), tensor.split(3), strict=True):
+                row.copy_(sent)
+
+
+GATE, UP = torch.randn(3, 2), torch.randn(3, 2)
+
+
+@pytest.mark.parametrize("sent", [{"gate": GATE, "up": UP}, {"gate_up": torch.cat([GATE, UP])}], ids=len)
+def test_a_fused_parameter_is_sent_in_parts_or_as_one_tensor(sent):
+    processes = Processes(FusedProcess())
+    assert update(ModelWeights(processes, 100, ()), sent) == {name: digest(tensor) for name, tensor in sent.items()}
+    assert torch.equal(processes.processes[0].module.weight, torch.cat([GATE, UP]))
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "name"),
+    [
+        ({"gate": GATE}, MissingTensorError, "up"),
+        ({"gate_up": torch.zeros(5, 2)}, CorruptTensorError, "gate_up"),
+    ],
+)
+def test_a_fused_parameter_is_rejected_unless_it_is_complete(sent, error, name):
+    with raises_error(error, WHO, name):
+        update(ModelWeights(Processes(FusedProcess()), 100, ()), sent)
 
 
 def test_an_update_that_fails_is_finished_too():

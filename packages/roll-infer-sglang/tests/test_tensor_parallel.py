@@ -45,9 +45,16 @@ def drawn(num_slots, spec):
     return found
 
 
-def test_two_processes_draw_what_one_draws_and_hold_what_was_published():
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 101}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [biased(**SIZES), biased(**SIZES, model_type="phi3", pad_token_id=0)],
+    ids=["qwen2", "phi3, fused in transformers"],
+)
+def test_two_processes_draw_what_one_draws_and_hold_what_was_published(spec):
     """Two query heads and a key head each; tied embeddings of an odd vocabulary, and biases."""
-    spec = biased(num_attention_heads=4, num_key_value_heads=2, intermediate_size=128, vocab_size=101)
     alone, together = (drawn(num_slots, spec) for num_slots in (1, 2))
     for one, other in zip(alone, together, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()

@@ -21,12 +21,15 @@ pytestmark = [
 ]
 
 
-def test_two_ranks_hold_what_was_published_and_compute_with_it(monkeypatch):
+@pytest.mark.parametrize(
+    "spec", [biased(), biased(model_type="phi3", pad_token_id=0)], ids=["qwen2", "phi3, fused in transformers"]
+)
+def test_two_ranks_hold_what_was_published_and_compute_with_it(spec, monkeypatch):
     """One key head for both, tied embeddings, and biases. After a bucket that they cannot read, too."""
     from roll_infer_vllm.strategy import VllmStrategy
 
     config = VllmConfig.model_validate({**CACHE, "bucket_mib": 1, "tensor_parallel_size": 2})
-    live = Live(VllmStrategy(config), biased(), num_slots=2)
+    live = Live(VllmStrategy(config), spec, num_slots=2)
     try:
         for _ in range(2):
             live.step()

@@ -40,7 +40,7 @@ from roll_infer_sglang.hooks import ADAPTER_SLOT
 from roll_infer_sglang.release import num_shards
 from roll_modeling.comparing import SIDES
 from roll_modeling.engine_experts import ExpertLayout, ExpertName
-from roll_modeling.engine_weights import ExpertsTensor, LoadedModel, LoadedTensor
+from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -124,7 +124,7 @@ class SglangModel(LoadedModel):
         self.dtype = next(model.parameters()).dtype
 
     @override
-    def locate(self, name: str) -> SglangTensor | ExpertsTensor:
+    def locate(self, name: str) -> SglangTensor | FusedTensor | ExpertsTensor:
         expert = ExpertName.parse(name)
         if expert is not None and isinstance(experts := self._find(self._renamed(expert.path)), FusedMoE):
             return self._locate_experts(name, expert, experts)
@@ -138,10 +138,10 @@ class SglangModel(LoadedModel):
         module = self._find(path)
         if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
             raise KeyError(name)
-        return SglangTensor(module=module, parameter=parameter)
+        return self._unfused(parent, module, parameter)
 
     @override
-    def located(self) -> Iterator[tuple[str, SglangTensor | ExpertsTensor]]:
+    def located(self) -> Iterator[tuple[str, SglangTensor | FusedTensor | ExpertsTensor]]:
         modules = dict(self._model.named_modules())
         for name, _ in self._model.named_parameters():
             path, _, parameter = name.rpartition(".")
@@ -156,10 +156,12 @@ class SglangModel(LoadedModel):
                 for index, member in enumerate(FUSED[last][1]):
                     yield f"{parent}.{member}.{parameter}", self._fused(parent, module, parameter, index)
             else:
-                yield name, SglangTensor(module=module, parameter=parameter)
+                yield name, self._unfused(parent, module, parameter)
 
     @override
-    def read(self, name: str, at: SglangTensor) -> Tensor:
+    def read(self, name: str, at: SglangTensor | FusedTensor) -> Tensor:
+        if isinstance(at, FusedTensor):
+            return torch.cat([self.read(name, member) for member in at.members])
         attention: Any = self._find(name.removesuffix(KV_B)) if name.endswith(KV_B) else None
         if getattr(attention, "w_kc", None) is None:
             return at.whole()
@@ -184,7 +186,7 @@ class SglangModel(LoadedModel):
             at = self.locate(name)
             if isinstance(at, ExpertsTensor):
                 _load_experts(at, tensor)
-            elif isinstance(at.module, ReplicatedLinear) and at.index is not None:
+            elif isinstance(at, SglangTensor) and isinstance(at.module, ReplicatedLinear) and at.index is not None:
                 at.local.copy_(tensor)  # SGLang's loader needs all fused tensors in one call
             else:
                 others.append((self._renamed(name), tensor))
@@ -203,6 +205,13 @@ class SglangModel(LoadedModel):
             transposed=of_gpt_oss,
         )
         return ExpertsTensor(module=module, parameter=parameter, name=expert, layout=layout)
+
+    def _unfused(self, parent: str, module: Any, parameter: str) -> SglangTensor | FusedTensor:
+        """Location of a parameter that Hugging Face's model has under one name."""
+        if isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
+            members = [self._fused(parent, module, parameter, index) for index in range(len(module.output_sizes))]
+            return FusedTensor(module=module, parameter=parameter, members=tuple(members))
+        return SglangTensor(module=module, parameter=parameter)
 
     def _fused(self, parent: str, module: Any, parameter: str, index: int) -> SglangTensor:
         if isinstance(module, ReplicatedLinear):  # q_a_proj and kv_a_proj_with_mqa

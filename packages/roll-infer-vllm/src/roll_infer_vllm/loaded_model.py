@@ -33,6 +33,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
+    MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
@@ -46,7 +47,7 @@ from roll_infer_vllm import experts
 from roll_infer_vllm.shuffles import learned
 from roll_modeling.comparing import SIDES
 from roll_modeling.engine_experts import SCALE, ExpertName
-from roll_modeling.engine_weights import ExpertsTensor, LoadedModel, LoadedTensor
+from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,6 +62,10 @@ UNPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
 """Attribute of a convolution that vLLM packed for the processor: a copy of its weight, `[R, W]`."""
 SPARSE_BLOCK = ".block_sparse_moe."
 """What vLLM and checkpoints of Mixtral and MiniMax-M2 name the module that transformers names `mlp`."""
+SPARSE_ROUTER = ".block_sparse_moe.router."
+"""Router of Granite's mixtures in transformers; in vLLM it is `gate`."""
+BLOCK_BIAS = ".mlp.e_score_correction_bias"
+"""Correction bias of EXAONE's mixtures in vLLM; in transformers it is a parameter of `gate`."""
 MOE_STATICS = ".gate.moe_statics."
 """Module in which transformers has the correction bias of ERNIE 4.5, `[1, E]` there; in vLLM it is the gate."""
 SHARDED = frozenset({"sinks", "A_log", "dt_bias"})
@@ -114,6 +119,7 @@ class VllmModel(LoadedModel):
         self._heads: dict[int, Any] = {id(each.weight): each for each in heads}
         """Packed output layers, by the id of the weight that they were packed from."""
         self._has_sparse_blocks = any(SPARSE_BLOCK in name for name, _ in model.named_modules())
+        self._has_block_biases = any(name.endswith(BLOCK_BIAS) for name, _ in model.named_parameters())
         self._latent = {id(each.kv_b_proj): each for each in model.modules() if isinstance(each, MLAAttention)}
         """Layers of latent attention, by the id of their `kv_b_proj`."""
         self._unreadable: dict[str, tuple[Tensor, Tensor]] = getattr(model, UNREADABLE, {})
@@ -121,7 +127,7 @@ class VllmModel(LoadedModel):
         """Module and matrix that were unpacked last; a cache, because fused tensors mostly follow one another."""
 
     @override
-    def locate(self, name: str) -> VllmTensor | ExpertsTensor | None:
+    def locate(self, name: str) -> VllmTensor | FusedTensor | ExpertsTensor | None:
         if (expert := ExpertName.parse(name)) is not None:
             module = self._module(self._rename(f"{expert.path}.weight").rpartition(".")[0])
             if isinstance(module, PPMissingLayer):
@@ -138,10 +144,12 @@ class VllmModel(LoadedModel):
         if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
             raise KeyError(name)
         at = self._tensor(path, parameter, index)
-        return replace(at, shape_sent=(1, *at.shape)) if MOE_STATICS in name else at
+        if MOE_STATICS in name and isinstance(at, VllmTensor):
+            return replace(at, shape_sent=(1, *at.shape))
+        return at
 
     @override
-    def located(self) -> Iterator[tuple[str, VllmTensor | ExpertsTensor]]:
+    def located(self) -> Iterator[tuple[str, VllmTensor | FusedTensor | ExpertsTensor]]:
         packed = getattr(self._model, "packed_modules_mapping", {})
         modules = dict(self._model.named_modules())
         for name, _ in self._model.named_parameters():
@@ -162,12 +170,22 @@ class VllmModel(LoadedModel):
                 yield f"{prefix}.{member}.{parameter}", self._tensor(path, parameter, index)
 
     @override
-    def read(self, name: str, at: VllmTensor) -> Tensor:
+    def read(self, name: str, at: VllmTensor | FusedTensor) -> Tensor:
+        if isinstance(at, FusedTensor):
+            whole = torch.cat([self._whole(member) for member in at.members])
+        else:
+            whole = self._whole(at)
+        if _is_packed(at) and name in self._unreadable:
+            places, values = self._unreadable[name]
+            whole = whole.clone()
+            whole.view(-1)[places] = values.to(whole.dtype)
+        return whole
+
+    def _whole(self, at: VllmTensor) -> Tensor:
+        """The tensor at this location, gathered over ranks and unpacked."""
         module = at.module
-        is_matrix = at.parameter == "weight" and isinstance(module, LinearBase)
-        packed = is_matrix and module.weight.numel() == 0 and hasattr(module, "cpu_linear")
-        local = self._unpacked(module) if packed else getattr(module, at.parameter).detach()
-        if is_matrix and hasattr(module, UNPACKED_CONVOLUTION):
+        local = self._unpacked(module) if _is_packed(at) else getattr(module, at.parameter).detach()
+        if _is_matrix(at) and hasattr(module, UNPACKED_CONVOLUTION):
             local = _unpacked_convolution(module)
         if isinstance(module, VocabParallelEmbedding):
             local = self._as_multiplied(module, local)
@@ -182,10 +200,6 @@ class VllmModel(LoadedModel):
             whole = _gathered(module, at, local)
         if isinstance(module, LinearBase) and at.parameter == "bias":
             whole = whole.to(module.params_dtype)  # vLLM converts the biases of some packed layers to a wider dtype
-        if packed and name in self._unreadable:
-            places, values = self._unreadable[name]
-            whole = whole.clone()
-            whole.view(-1)[places] = values.to(whole.dtype)
         return whole
 
     @override
@@ -205,7 +219,7 @@ class VllmModel(LoadedModel):
     def expert_shards(self, at: ExpertsTensor, expert: int) -> Sequence[Tensor]:
         return experts.shards(at, expert)
 
-    def _tensor(self, path: str, parameter: str, index: int | None) -> VllmTensor:
+    def _tensor(self, path: str, parameter: str, index: int | None) -> VllmTensor | FusedTensor:
         """Location of a parameter of the module at `path`, or of the part of it at `index` among the fused ones."""
         module = self._module(path)
         before: tuple[int, ...] = ()
@@ -221,6 +235,13 @@ class VllmModel(LoadedModel):
             mixer = self._module(path.rpartition(".")[0])
             if isinstance(mixer, GatedDeltaNetAttention):
                 parts = (mixer.key_dim, mixer.key_dim, mixer.value_dim)
+        if index is None and not parts and isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
+            outputs = tuple(module.output_sizes)
+            members = [
+                VllmTensor(module=module, parameter=parameter, index=i, before=outputs[:i], parts=(size,))
+                for i, size in enumerate(outputs)
+            ]
+            return FusedTensor(module=module, parameter=parameter, members=tuple(members))
         return VllmTensor(module=module, parameter=parameter, index=index, before=before, parts=parts)
 
     def _find(self, name: str) -> tuple[str, int | None]:
@@ -255,7 +276,9 @@ class VllmModel(LoadedModel):
         """The name that the model's loader knows for a tensor of transformers' module."""
         if self._has_sparse_blocks:
             name = name.replace(".mlp.", SPARSE_BLOCK)
-        return name.replace(MOE_STATICS, ".gate.")
+        if self._has_block_biases:
+            name = name.replace(".mlp.gate.e_score_correction_bias", BLOCK_BIAS)
+        return name.replace(SPARSE_ROUTER, ".block_sparse_moe.gate.").replace(MOE_STATICS, ".gate.")
 
     def _rename(self, name: str) -> str:
         """vLLM's name for a Hugging Face name, by the model's mapping if it has one. Raises `KeyError` if dropped."""
@@ -279,6 +302,15 @@ class VllmModel(LoadedModel):
         if self._last is None or self._last[0] is not module:
             self._last = module, _multiplied_identity(module)
         return self._last[1]
+
+
+def _is_matrix(at: LoadedTensor) -> bool:
+    return at.parameter == "weight" and isinstance(at.module, LinearBase)
+
+
+def _is_packed(at: LoadedTensor) -> bool:
+    """True if vLLM packed this weight for the processor and freed the original."""
+    return _is_matrix(at) and at.module.weight.numel() == 0 and hasattr(at.module, "cpu_linear")
 
 
 def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:

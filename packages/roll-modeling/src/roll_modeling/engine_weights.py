@@ -234,6 +234,28 @@ class LoadedTensor(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FusedTensor(LoadedTensor):
+    """Location of a tensor that Hugging Face's model fuses as the engine does, such as `gate_up_proj` of GLM-4.
+
+    The engine shards its members one by one. Its keys are those of the members, under whichever names they are sent.
+    """
+
+    members: tuple[Any, ...]
+    """Each a `LoadedTensor` of the engine, of consecutive rows."""
+
+    @property
+    @override
+    def keys(self) -> tuple[Hashable, ...]:
+        return tuple(key for member in self.members for key in member.keys)
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        shapes = [member.shape for member in self.members]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsTensor(LoadedTensor):
     """Location of an expert tensor: of all experts, or of one."""
 
