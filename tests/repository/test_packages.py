@@ -69,8 +69,6 @@ DISTRIBUTIONS = {
 """Distributions by module. The environment of the tests may lack megatron-core."""
 TEMPLATES = {"templates", "starters"}
 """Folders with files of other packages."""
-CORE_ONLY = ("roll-migrate", "roll-pipeline-agentic", "roll-pipeline-distill")
-"""Packages that import dependencies of roll-core without listing them."""
 UNDECLARED = {
     ("roll-core", "roll-modeling"): "strategies with `portable_state` require it",
     ("roll-infer-sglang", "requests"): "part of sglang's server",
@@ -126,8 +124,6 @@ def test_package_requires_what_it_imports():
         if "roll-modeling" not in names:
             # A run has torch and others from `roll-core[train]`, which roll-modeling requires.
             names |= required("roll-core", "train") - required("roll-core")
-        if package in CORE_ONLY:
-            names |= required("roll-core")
         undeclared |= {(package, min(options)) for options in imported(package).values() if not options & names}
     assert undeclared == set(UNDECLARED)
 
