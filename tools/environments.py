@@ -29,25 +29,26 @@ def environment(
     remove: Sequence[str] = (),
     despite: Sequence[str] = (),
     also: Sequence[Any] = (),
+    python: str | None = None,
 ) -> Path:
     """The interpreter of an environment that holds `requirements`, and `alone` without what these require; without the
     packages `remove`. `despite` are dependencies that the workspace's `override-dependencies` would leave out, as it
-    would `alone`.
+    would `alone`. `python` is its version of Python, if not that of this interpreter.
 
     Made on first use, and made anew when one of these or `also` (plain values) has changed. Requirements are what pip
     takes, `-e FOLDER` included, in a folder relative to the repository.
     """
     folder = ENVIRONMENTS / name
-    python = folder / "bin" / "python"
+    interpreter = folder / "bin" / "python"
     stamp = folder / "requirements.json"
-    wanted = json.dumps([list(requirements), list(alone), list(remove), list(despite), *also])
+    wanted = json.dumps([list(requirements), list(alone), list(remove), list(despite), *also, *filter(None, [python])])
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
-        return python
+        return interpreter
     shutil.rmtree(folder, ignore_errors=True)
     run = str(REPOSITORY / "run")
     quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
-    subprocess.run([run, "venv", "--python", sys.executable, str(folder)], **quiet)
-    install = [run, "pip", "install", "--python", str(python)]
+    subprocess.run([run, "venv", "--python", python or sys.executable, str(folder)], **quiet)
+    install = [run, "pip", "install", "--python", str(interpreter)]
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # otherwise Python keeps what it compiles
         install.append("--compile-bytecode")
     overrides = folder / "overrides.txt"
@@ -56,6 +57,6 @@ def environment(
         if wanted_here:
             subprocess.run([*install, "--overrides", str(overrides), *options, *wanted_here], **quiet)
     if remove:
-        subprocess.run([run, "pip", "uninstall", "--python", str(python), *remove], **quiet)
+        subprocess.run([run, "pip", "uninstall", "--python", str(interpreter), *remove], **quiet)
     stamp.write_text(wanted, encoding="utf-8")
-    return python
+    return interpreter

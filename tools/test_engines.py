@@ -8,7 +8,9 @@ the end of the package's: `deepspeed` of `roll-strategy-deepspeed`. Each gets an
 where the table says `workspace = true`, the workspace's environment has all that it needs.
 
 Where the table has `oldest`, requirements of the oldest version that the package supports, `NAME-oldest` is an engine
-as well. They replace those of the same distributions. It is tested only if it is named.
+as well. They replace those of the same distributions. Where the table has `newest-python`, the Python version that the
+newest supported engine needs, `NAME-newest` is an engine as well, in an environment with that Python. Both are tested
+only if they are named.
 
 A peer is another framework whose numbers ours are compared with: `[tool.roll.peers.NAME]` of the repository's
 `pyproject.toml` has the `packages` of ours that its tests need, its `requirements`, those that are installed `alone`
@@ -37,6 +39,8 @@ TOOLS = ("pytest", "hypothesis")
 
 OLDEST = "-oldest"
 """End of the name of an engine in the oldest version that our package supports."""
+NEWEST = "-newest"
+"""End of the name of an engine in the newest version, which needs a newer Python than the workspace's."""
 
 
 def main(arguments: list[str]) -> int:
@@ -52,8 +56,8 @@ def main(arguments: list[str]) -> int:
             print(f"there is no engine {name!r}; there are {', '.join((*engines, *peers))}", file=sys.stderr)
             return 2
     # First those that need no environment of their own: the first other one is made in the meantime.
-    newest = [name for name in engines if not name.endswith(OLDEST)]
-    chosen = names or sorted(newest, key=lambda name: not in_workspace(engines[name]))
+    unnamed = [name for name in engines if not name.endswith((OLDEST, NEWEST))]
+    chosen = names or sorted(unnamed, key=lambda name: not in_workspace(engines[name]))
     failed = []
     ahead = ThreadPoolExecutor(max_workers=1)
     try:
@@ -92,6 +96,8 @@ def find_engines() -> dict[str, Path]:
             found[name] = file.parent
         if "oldest" in table:
             found[name + OLDEST] = file.parent
+        if "newest-python" in table:
+            found[name + NEWEST] = file.parent
     return found
 
 
@@ -142,6 +148,7 @@ def engine_python(name: str, package: Path) -> Path:
         [*(word for folder in here for word in ("-e", folder)), *requirements, *tools],
         alone=alone,
         remove=engine.get("remove", []),
+        python=engine["newest-python"] if name.endswith(NEWEST) else None,
         despite=left_out(package),
         also=[pins, *(read(folder / "pyproject.toml")["project"] for folder in (*plain, package))],
     )
