@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roll_strategy_megatron.bridge.transforms import Transform
 
 SET_BY_ROLL = re.compile(
-    r".*parallel.*|.*dtype|.*fusion|.*recompute.*|.*dropout|.*init_method.*|(fp|bf)(4|8|16).*|cuda_graph.*"
+    r".*parallel.*|.*dtype|.*fusion|.*recompute.*|.*dropout|.*init_method.*|(fp|bf)(4|8|16).*|.*cuda_graph.*"
     r"|perform_initialization|moe_token_dispatcher_type|moe_grouped_gemm|moe_aux_loss_coeff|moe_permute_fusion"
     r"|moe_router_load_balancing_type|moe_shared_expert_overlap|mtp_.*|autocast_.*|variable_seq_lengths|.*offload.*"
     r"|microbatch_.*"

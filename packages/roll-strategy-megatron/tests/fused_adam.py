@@ -10,8 +10,9 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode):
+    def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode, capturable=False):
         assert adam_w_mode
+        assert not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -65,8 +65,8 @@ class Balancing:
 class BalancedRouter(TopKRouter):  # type: ignore[misc]
     """Router that adds its auxiliary losses if a padding mask marks the tokens of each sequence."""
 
-    def __init__(self, config: Any, pg_collection: Any = None, *, balancing: Balancing) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, *, balancing: Balancing, **options: Any) -> None:
+        super().__init__(**options)
         self.balancing = balancing
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

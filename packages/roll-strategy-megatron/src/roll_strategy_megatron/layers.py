@@ -42,6 +42,7 @@ from torch import nn
 
 from roll_strategy_megatron.attention import PackedAttention
 from roll_strategy_megatron.balancing import BalancedRouter, Balancing
+from roll_strategy_megatron.versions import submodules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,14 +164,30 @@ class BiasedDown(RowParallelLinear):  # type: ignore[misc]
         return output.clone(), bias
 
 
-class RotatedAttention(SelfAttention):  # type: ignore[misc]
-    """Attention of a model whose layers have different rotary embeddings (Gemma 3)."""
+class DecoderAttention(SelfAttention):  # type: ignore[misc]
+    """Attention with norms over all heads together, and with different rotary embeddings by layer (Gemma 3)."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        if config.norm_whole_projections:
+            # Not by the spec: since 0.18, Megatron accepts norms there only with `qk_layernorm`. It would then sum
+            # gradients of these weights over tensor-parallel ranks, although each rank has a part of its own.
+            self.q_layernorm, self.k_layernorm = (
+                ProjectionNorm(
+                    config=config,
+                    hidden_size=self.hidden_size_per_attention_head,
+                    eps=config.layernorm_epsilon,
+                    heads=heads,
+                )
+                for heads in (config.num_attention_heads, config.num_query_groups)
+            )
 
     def forward(self, hidden_states: Tensor, *, rotary_pos_emb: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """`rotary_pos_emb` has those of all kinds of layers, in the order of their names."""
-        kinds: list[str] = self.config.rotations
-        own = rotary_pos_emb[sorted(set(kinds)).index(kinds[self.layer_number - 1])]
-        found: tuple[Tensor, Tensor | None] = super().forward(hidden_states, rotary_pos_emb=own, **options)
+        """With `rotations`, `rotary_pos_emb` has those of all kinds of layers, in the order of their names."""
+        kinds: list[str] | None = self.config.rotations
+        if kinds is not None:
+            rotary_pos_emb = rotary_pos_emb[sorted(set(kinds)).index(kinds[self.layer_number - 1])]
+        found: tuple[Tensor, Tensor | None] = super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **options)
         return found
 
 
@@ -251,11 +268,11 @@ def block_spec(
         mixture = bool(mixtures(config)[at])
         layer = (_engine_spec if make.engine else _local_spec)(config, make, scales[at], mixture=mixture)
         _adapt(layer, config, norm)
-        experts = layer.submodules.mlp.submodules
         if mixture and balancing is not None:
-            experts.router = partial(BalancedRouter, balancing=balancing)
+            submodules(layer.submodules.mlp).router = partial(BalancedRouter, balancing=balancing)
         if mixture and config.add_bias_linear:
-            experts.experts.submodules.linear_fc2 = BiasedDown
+            experts = submodules(layer.submodules.mlp).experts
+            submodules(experts).linear_fc2 = BiasedDown
         layers.append(layer)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
@@ -263,18 +280,12 @@ def block_spec(
 def _adapt(spec: ModuleSpec, config: TransformerConfig, norm: Any) -> None:
     """Change a layer's spec by the config's `LayerOptions`."""
     layer = spec.submodules
-    attention = layer.self_attention.submodules
     if not config.pre_norms:
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if config.post_norms or config.residual_multiplier != 1.0:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=Residual, params={"config": config, "norm": norm})
-    if config.norm_whole_projections:
-        attention.q_layernorm, attention.k_layernorm = (
-            ModuleSpec(module=ProjectionNorm, params={"heads": heads})
-            for heads in (config.num_attention_heads, config.num_query_groups)
-        )
-    if config.rotations is not None:
-        layer.self_attention.module = RotatedAttention
+    if config.norm_whole_projections or config.rotations is not None:
+        layer.self_attention.module = DecoderAttention
 
 
 def _local_spec(config: TransformerConfig, make: LayerSpec, scale: float, *, mixture: bool) -> ModuleSpec:
@@ -317,7 +328,7 @@ def _take_norms_apart(spec: ModuleSpec, config: TransformerConfig, *, mixture: b
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if not mixture:
-        layer.mlp.submodules.linear_fc1 = matrix
+        submodules(layer.mlp).linear_fc1 = matrix
     if config.multi_latent_attention:
         attention.linear_q_up_proj = attention.linear_kv_up_proj = matrix
         attention.q_layernorm = attention.kv_layernorm = norm

@@ -43,7 +43,11 @@ with warnings.catch_warnings():
     from roll_strategy_megatron.parallel import Parallel, check_sizes
     from roll_strategy_megatron.router_replay import RouterReplay
     from roll_strategy_megatron.state import load_state, portable_state, save_state, take_over
-    from roll_strategy_megatron.workarounds import latent_attention_without_engine, name_missing_kernel
+    from roll_strategy_megatron.versions import (
+        latent_attention_as_specified,
+        latent_attention_without_engine,
+        name_missing_kernel,
+    )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,6 +96,7 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
             raise UnsupportedError(f"role {mesh.role}: optimizer_cpu_offload is for {MASTERS_APART}")
         name_missing_kernel()
         latent_attention_without_engine()
+        latent_attention_as_specified()
         self._begin_build(model, mesh)
         self.dtype = DTYPES[model.dtype]
         self.model, source = open_source(model)

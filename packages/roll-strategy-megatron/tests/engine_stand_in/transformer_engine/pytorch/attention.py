@@ -71,7 +71,9 @@ class DotProductAttention(torch.nn.Module):
         cu_seqlens_kv_padded,
         max_seqlen_q,
         max_seqlen_kv,
+        pad_between_seqs=None,
     ):
+        assert pad_between_seqs is None  # found out from the lengths
         assert (attention_mask, attn_mask_type, qkv_format) == (None, "padding_causal", "thd")
         assert query.shape[1:] == (self.heads, self.sizes[0])
         assert key.shape[1:] == (self.groups, self.sizes[0]) == value.shape[1:]

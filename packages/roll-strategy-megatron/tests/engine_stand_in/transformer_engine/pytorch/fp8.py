@@ -13,3 +13,7 @@ class FP8GlobalStateManager:
 def fp8_autocast(enabled=True, **options):
     assert not enabled
     yield
+
+
+fp8_model_init = None
+"""For fp8."""

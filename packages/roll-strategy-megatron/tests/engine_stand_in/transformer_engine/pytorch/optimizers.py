@@ -3,7 +3,13 @@
 import torch
 from fused_adam import FusedAdam
 
-__all__ = ["FusedAdam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"]
+__all__ = [
+    "FusedAdam",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+]
 
 
 class FusedSGD(torch.optim.SGD):
@@ -23,3 +29,7 @@ def multi_tensor_l2norm(noop_flag_buffer, tensor_lists, per_parameter):
 def multi_tensor_scale(noop_flag_buffer, tensor_lists, scale):
     for source, target in zip(*tensor_lists, strict=True):
         target.copy_(source * scale)
+
+
+multi_tensor_scale_tensor = multi_tensor_scale
+"""The same of a tensor."""

@@ -21,10 +21,20 @@ def new(init_method, dtype, device, *shape):
 
 
 class RMSNorm(torch.nn.Module):
-    def __init__(self, *, hidden_size, eps, sequence_parallel, params_dtype, zero_centered_gamma, device):
+    def __init__(
+        self,
+        *,
+        eps,
+        sequence_parallel,
+        params_dtype,
+        zero_centered_gamma,
+        device,
+        normalized_shape=None,
+        hidden_size=None,  # its name in megatron-core 0.16
+    ):
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.weight = new(lambda weight: None, params_dtype, device, hidden_size)
+        self.weight = new(lambda weight: None, params_dtype, device, normalized_shape or hidden_size)
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, inputs):
