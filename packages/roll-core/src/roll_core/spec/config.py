@@ -674,7 +674,22 @@ class QueryFilterConfig(Config):
         return self
 
 
-class RewardConfig(WorkerConfig):
+class ProcessKeys(Config):
+    """Keys of rewards that score in processes of their own."""
+
+    timeout_s: PositiveFloat = 10.0
+    """Maximum seconds to score one sample. After that its process is killed and the sample counts as failed."""
+    processes: PositiveInt = 8
+    """Maximum number of processes per worker, each with the reward loaded. More are started as responses queue up. A
+    reward whose provider declares `enforces_timeout` may score without processes."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Maximum seconds to load the reward in a process."""
+    max_retries: NonNegativeInt = 2
+    """Retries after scoring a sample failed, on another worker if there are several. After the last retry the sample is
+    excluded."""
+
+
+class RewardConfig(ProcessKeys, WorkerConfig):
     """`rewards.<domain>`: one reward. Schemas of specific rewards subclass this."""
 
     kind: ClassVar[RoleKind] = "reward"
@@ -687,16 +702,6 @@ class RewardConfig(WorkerConfig):
     """Domains (tags) that this reward scores. Default: its own key."""
     weight: FiniteFloat = 1.0
     """Factor by which the value is multiplied."""
-    timeout_s: PositiveFloat = 10.0
-    """Maximum seconds to score one sample. After that its process is killed and the sample counts as failed."""
-    processes: PositiveInt = 8
-    """Maximum number of processes per worker, each with the reward loaded. More are started as responses queue up. A
-    reward whose provider declares `enforces_timeout` may score without processes."""
-    start_timeout_s: PositiveFloat = 300.0
-    """Maximum seconds to load the reward in a process."""
-    max_retries: NonNegativeInt = 2
-    """Retries after scoring a sample failed, on another worker if there are several. After the last retry the sample is
-    excluded."""
     query_filter_config: QueryFilterConfig = QueryFilterConfig()
     """Which of its groups to train on."""
 
@@ -723,20 +728,19 @@ class RewardConfig(WorkerConfig):
 class RoleRewardConfig(RewardConfig):
     """A reward that is a role with a model. Base of the schemas of such rewards."""
 
+    group_needs: ClassVar[Mapping[type[Config], tuple[Needs, ...]]] = {
+        ProcessKeys: (
+            Needs("has_processes", strict=True, remedy="set rpc_timeout, which limits each call of the model"),
+        )
+    }
+
     strategy_args: StrategyArguments
     """How the model computes."""
 
-    @model_validator(mode="after")
-    def _has_no_processes(self) -> Self:
-        # A saved config contains every default explicitly, so only other values count as given.
-        fields = RewardConfig.model_fields
-        ignored = [key for key in NOT_OF_MODELS if getattr(self, key) != fields[key].default]
-        if ignored:
-            raise ValueError(
-                f"{ignored[0]} has no effect with reward: {self.reward}, remove it: rpc_timeout limits each call of the"
-                " model, and its result would be the same in a retry"
-            )
-        return self
+    @property
+    def has_processes(self) -> bool:
+        """False: the model computes in the role's workers."""
+        return False
 
 
 class EngineRewardConfig(RoleRewardConfig):
@@ -782,10 +786,6 @@ class ModelRewardConfig(RoleRewardConfig):
         if self.input == "text" and self.model_args.random_init is not None:
             raise ValueError("input is text, but random_init has no tokenizer of its own: set input: tokens")
         return self
-
-
-NOT_OF_MODELS = ("timeout_s", "processes", "start_timeout_s", "max_retries")
-"""Keys of rewards that run in processes of their own."""
 
 
 Rewards = dict[str, SerializeAsAny[RewardConfig]]
