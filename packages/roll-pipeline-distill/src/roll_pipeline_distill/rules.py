@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from roll_pipeline_distill.config import DistillConfig
+from typing import Any
 
 TOPK = ("teacher_topk", "student_topk", "stored")
 """Values of `kd_support` with K tokens."""
@@ -24,8 +21,8 @@ SERVED = (("student", "sampled"), ("student", "teacher_topk"), ("dataset", "teac
 ESTIMATED = {"student": "reverse_kl", "teacher": "forward_kl"}
 """Divergence that the samples of a model estimate, by `distill_data`."""
 
-Rule = tuple[Callable[["DistillConfig"], Any], str]
-"""When a config is refused, and the reason: a format string with the config as `c`."""
+Rule = tuple[Callable[[Any], Any], str]
+"""When a `DistillConfig` is refused, and the reason: a format string with the config as `c`."""
 
 RULES: tuple[Rule, ...] = (
     # data and engines
@@ -226,8 +223,8 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(config: DistillConfig) -> None:
-    """Raise `ValueError` with the reason of the first rule that refuses the config."""
+def check(config: Any) -> None:
+    """Raise `ValueError` with the reason of the first rule that refuses a `DistillConfig`."""
     for refuses, reason in RULES:
         if refuses(config):
             raise ValueError(reason.format(c=config))
