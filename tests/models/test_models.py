@@ -189,7 +189,7 @@ def trial(host, strategy, model_type, folder):
     keys = json.loads(Path(spec.path, "config.json").read_text(encoding="utf-8"))
     if strategy == "megatron_train":
         MegatronConfig().check_model(keys)  # a value that it rejects is a mistake of the tiny model
-    config = CONFIGS[strategy] | (
+    config = CONFIGS.get(strategy, {}) | (
         {"attention_backend": "CPU_MLA"} if strategy == "vllm" and "kv_lora_rank" in keys else {}
     )
 

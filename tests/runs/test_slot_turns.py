@@ -170,16 +170,16 @@ def test_an_error_in_the_middle_of_a_turn_ends_the_run_with_its_cause(site, loca
 
 
 def test_sigterm_is_saved_while_others_hold_the_slots(site, local_runs, monkeypatch):
-    from roll_core.pipelines.rlvr import RLVRPipeline
+    from roll_core.pipelines.stages import ScorePolicy
 
-    score = RLVRPipeline._score
+    score = ScorePolicy.__call__
 
     async def told_to_end(self, run, experience):
         found = await score(self, run, experience)
         os.kill(os.getpid(), signal.SIGTERM)
         return found
 
-    monkeypatch.setattr(RLVRPipeline, "_score", told_to_end)
+    monkeypatch.setattr(ScorePolicy, "__call__", told_to_end)
     result = local_runs.run(recorded(local_runs, max_steps=5, save_steps=100))
     assert result.steps_done == 1
     assert mentions(str(result.error), "step 1")

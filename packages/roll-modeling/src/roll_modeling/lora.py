@@ -312,7 +312,8 @@ class Adapters:
             raise CheckpointError(f"{place}: its adapters were trained on a base model other than {source}")
         others = [", ".join(f"{key} {value}" for key, value in each.items() if key != BASE) for each in (saved, here)]
         raise CheckpointError(
-            f"{place}: its adapters have {others[0]}, and this role's {others[1]}: set model_args to the saved values"
+            f"{place}: its adapters have {others[0]}, and this role's {others[1]}: set lora_rank, lora_alpha and"
+            " load_in_4bit of model_args to the saved values"
         )
 
     def also_targets(self, names: Iterable[str]) -> None:
