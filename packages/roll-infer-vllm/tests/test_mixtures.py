@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from packaging.version import Version
 from vllm_live import CACHE, start
 from vllm_mixtures import (
     BF16,
@@ -58,8 +57,6 @@ def _stand_ins(monkeypatch):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_published_experts_are_read_back_and_computed_with(kind):
-    if kind.startswith("deepseek") and torch.cpu._is_amx_tile_supported() and vllm_version() < Version("0.32"):
-        pytest.skip("vLLM 0.31 packs latent attention for AMX in fp32 too, which its kernel does not support")
     engine = InProcess(kind)
     try:
         for _ in range(2):
@@ -69,12 +66,6 @@ def test_published_experts_are_read_back_and_computed_with(kind):
             check_tokens(engine.trainer, *engine.generate(), kind in BF16)
     finally:
         engine.close()
-
-
-def vllm_version():
-    import vllm
-
-    return Version(vllm.__version__)
 
 
 def check_tokens(trainer, tokens, logprobs, in_bf16=False):

@@ -158,6 +158,9 @@ class InProcess:
 
         self.spec, self.version = mixture(kind), 0
         self.trainer = load_model(self.spec)
+        if "kv_lora_rank" in self.spec.random_init:
+            # On a host with AMX the default packs `kv_b_proj`, and refuses float32.
+            arguments = {"attention_backend": "CPU_MLA"} | arguments
         variables = engine_environment("cpu", {}, num_threads=1, num_slots=1, compiles=False)
         with (
             patch.dict("os.environ", {**variables, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
