@@ -236,3 +236,43 @@ def test_hints_for_epochs_name_what_the_pipeline_reads(folder, key):
     (folder / "sft.yaml").write_text(f"{sft}{key}: 2\n")
     with raises_error(ConfigError, key, "sft_train.training_args"):
         load("sft.yaml", [], REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("given", "clip_range", "dual_clip"),
+    [
+        ("", (0.2, 0.2), None),
+        ("pg_clip: 0.1\npg_clip_high: 0.28\n", (0.1, 0.28), None),
+        ("use_pg_clip_range: true\npg_clip: 0.1\n", (0.2, 0.2), None),
+        ("use_pg_clip_range: true\npg_clip_high: 0.28\n", (0.2, 0.28), None),
+        ("use_pg_clip_range: false\npg_clip: 0.1\npg_clip_high: 0.28\n", (0.1, 0.1), None),
+        ("dual_clip_loss: true\n", (0.2, 0.2), 3.0),
+        ("dual_clip_loss: true\ndual_clip: 2.0\n", (0.2, 0.2), 2.0),
+        ("dual_clip_loss: false\ndual_clip: 2.0\n", (0.2, 0.2), None),
+    ],
+)
+def test_switches_of_roll_set_or_remove_their_keys(folder, given, clip_range, dual_clip):
+    (folder / "run.yaml").write_text(CONFIG + given)
+    config = load(folder / "run.yaml", [], REGISTRY).config
+    assert (config.clip_range(), config.dual_clip) == (clip_range, dual_clip)
+
+
+def test_a_switch_that_is_no_boolean_is_an_unknown_key(folder):
+    (folder / "run.yaml").write_text(CONFIG + "dual_clip_loss: often\n")
+    with raises_error("ROLL-C010", "dual_clip", key="dual_clip_loss"):
+        load(folder / "run.yaml", [], REGISTRY)
+
+
+def test_latest_is_followed_unless_an_earlier_run_of_the_command_moves_it(folder):
+    (folder / "out/taught/001/export").mkdir(parents=True)
+    (folder / "out/taught/latest").symlink_to("001")
+    (folder / "latest").mkdir()
+    (folder / "run.yaml").write_text(CONFIG + "pretrain: out/taught/latest/export\nexp_name: latest\n")
+
+    def loaded(*written):
+        return load(folder / "run.yaml", [], REGISTRY, written=written).config
+
+    assert loaded().pretrain == str(folder / "out/taught/001/export")
+    assert loaded().exp_name == "latest", "a folder, no link"
+    assert loaded(Path("out/taught")).pretrain == "out/taught/latest/export"
+    assert loaded(Path("out/other")).pretrain == str(folder / "out/taught/001/export")

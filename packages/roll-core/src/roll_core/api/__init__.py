@@ -93,10 +93,11 @@ def prepare(
     os.environ.update(openmp.environment(os.environ))  # OpenMP reads these when torch is loaded
     registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
-    loaded = []
+    loaded: list[LoadedConfig] = []
     for config in configs:
+        written = [Path(earlier.config.output_dir).expanduser() / earlier.config.exp_name for earlier in loaded]
         with override_of(config, configs):
-            loaded.append(load(config, overrides, registry, further, needs=True))
+            loaded.append(load(config, overrides, registry, further, needs=True, written=written))
     check_extra("train", what="a run")
     return registry, loaded
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from os.path import exists, expanduser, realpath
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.compose import compose
@@ -18,7 +18,7 @@ from roll_core.spec.model import model_keys, positions_of
 from roll_core.spec.providers import InferProvider, TrainProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from roll_core.config.compose import ComposedConfig
     from roll_core.config.overrides import Overrides
@@ -52,6 +52,7 @@ def load(
     extra_check: ExtraCheck | None = None,
     *,
     needs: bool = False,
+    written: Sequence[Path] = (),
 ) -> LoadedConfig:
     """Load a config with overrides. Has no side effects, and imports nothing heavy.
 
@@ -59,7 +60,8 @@ def load(
 
     `extra_check` finds mistakes that schemas cannot detect. With `needs`, requirements (`Provider.needs`) that this
     environment does not meet are mistakes as well. Roles with their own environment, and roles whose workers run on the
-    hosts of a cluster, are exempt.
+    hosts of a cluster, are exempt. `written` are experiments that runs before this one write to: their links `latest`
+    are followed when this run begins, all others here.
 
     Raises `ConfigError` with the position of every mistake (`config` without a file), and `PluginError` if a plugin
     that is needed to validate the config cannot be loaded.
@@ -69,7 +71,7 @@ def load(
 
         source = plain_values(source)
     composed = compose(source if isinstance(source, Mapping) else Path(source), overrides, registry)
-    _pin_latest(composed.data)
+    _pin_latest(composed.data, [os.path.abspath(folder) for folder in written])
     config, pipeline, unchecked, model_warnings = validate(composed, registry, extra_check, needs=needs)
     if lacking := list(_lacking(config, composed, registry)):
         raise ConfigError(lacking)
@@ -90,14 +92,17 @@ def load(
     )
 
 
-def _pin_latest(values: Any) -> None:
+def _pin_latest(values: Any, written: Sequence[str]) -> None:
     """Resolve paths through the link `latest` of an experiment, which points to another run as soon as this one
     begins."""
     for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
         if isinstance(value, (dict, list)):
-            _pin_latest(value)
-        elif isinstance(value, str) and "latest" in PurePath(value).parts and exists(path := expanduser(value)):
-            values[key] = realpath(path)
+            _pin_latest(value, written)
+        elif isinstance(value, str) and "latest" in Path(value).parts:
+            path = Path(os.path.abspath(os.path.expanduser(value)))
+            links = [folder for folder in (path, *path.parents) if folder.name == "latest" and folder.is_symlink()]
+            if links and path.exists() and not any(path.is_relative_to(folder) for folder in written):
+                values[key] = os.path.realpath(path)
 
 
 def _unread_keys(config: Config, prefix: str = "") -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
@@ -251,7 +250,7 @@ class PolicyConfig(
         # then.
         first = self.max_steps if self.resume_from_checkpoint else 1
         try:
-            Recording(Path(os.path.expanduser(self.replay_rollouts))).check(terms, range(first, self.max_steps + 1))
+            Recording(Path(self.replay_rollouts)).check(terms, range(first, self.max_steps + 1))
         except ValueError as error:
             return {"replay_rollouts": str(error)}
         return {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations of class variables
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
 from roll_core.spec.config import (
@@ -142,6 +143,11 @@ class RolloutKeys(Config):
 
     Their routers sometimes choose different experts in trainer and engine.
     """
+
+    @field_validator("replay_rollouts")
+    @classmethod
+    def _expand_home(cls, value: str | None) -> str | None:
+        return None if value is None else os.path.expanduser(value)
 
 
 class LogprobKeys(Config):
