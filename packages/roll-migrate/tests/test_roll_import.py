@@ -619,6 +619,23 @@ def test_policy_losses_get_the_constants_of_roll(run, role, loss, options, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("run", "clip_range", "dual_clip"),
+    [
+        ("pg_clip: 0.1, use_pg_clip_range: true", (0.2, 0.2), None),
+        ("pg_clip: 0.1, use_pg_clip_range: true, pg_clip_high: 0.28", (0.2, 0.28), None),
+        ("pg_clip: 0.1, use_pg_clip_range: false, pg_clip_high: 0.28", (0.1, 0.1), None),
+        ("pg_clip: 0.1, dual_clip_loss: true", (0.1, 0.1), 1.2),
+        ("dual_clip_loss: false", (0.2, 0.2), None),
+    ],
+)
+def test_clip_ranges_are_those_of_roll(run, clip_range, dual_clip, tmp_path):
+    text = RLVR + ONE + "".join(f"{line}\n" for line in run.split(", "))
+    config = imported(text, tmp_path)[1]
+    assert config.clip_range() == clip_range
+    assert config.dual_clip == (None if dual_clip is None else pytest.approx(dual_clip))
+
+
+@pytest.mark.parametrize(
     ("lines", "refused"),
     [
         ("rl_loss_coef: 0.5", "rl_loss_coef"),

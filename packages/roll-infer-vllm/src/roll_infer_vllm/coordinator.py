@@ -1,6 +1,6 @@
 """Main function of vLLM's process that coordinates data-parallel ranks: it exits with the worker.
 
-vLLM loads no plugins in this process, so `registration.register` does not run there. An own module, because the process
+vLLM loads no plugins in this process, so `registration.register` does not run there. A module of its own, because the process
 imports it at its start.
 """
 

@@ -196,10 +196,15 @@ RULES: tuple[Rule, ...] = (
         "kd_placement is advantage with distill_data teacher: advantages need samples of the student; set kd_placement:"
         " loss, or distill_data: student",
     ),
-    (
-        lambda c: c.kd_support == "sampled" and c.objective != ESTIMATED[c.distill_data],
-        "kd_objective is {c.objective} with kd_support sampled, but samples of the {c.distill_data} estimate only"
-        " another divergence; remove it, or set kd_support: full, teacher_topk or student_topk",
+    *(
+        (
+            lambda c, data=data, estimated=estimated: (
+                (c.kd_support, c.distill_data) == ("sampled", data) and c.objective != estimated
+            ),
+            f"kd_objective is {{c.objective}} with kd_support sampled: samples of the {data} estimate only {estimated};"
+            " remove it, or set kd_support: full, teacher_topk or student_topk",
+        )
+        for data, estimated in ESTIMATED.items()
     ),
     # temperatures and terms
     (

@@ -11,6 +11,7 @@ for step in steps:
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from typing_extensions import override
@@ -46,9 +47,9 @@ class PolicyPipeline(Pipeline[C], Generic[C]):
 
     stages: PolicyStages
 
+    @abstractmethod
     def compose(self, run: Run) -> PolicyStages:
         """The stages of a step. Called once, before the roles start."""
-        raise NotImplementedError
 
     @override
     def prepare(self, run: Run) -> int:
