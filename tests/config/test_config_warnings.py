@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from roll_core.api import prepare
 from roll_core.cli import main as cli
 from roll_core.config import load
 from roll_core.errors import ConfigError
@@ -276,3 +277,15 @@ def test_latest_is_followed_unless_an_earlier_run_of_the_command_moves_it(folder
     assert loaded().exp_name == "latest", "a folder, no link"
     assert loaded(Path("out/taught")).pretrain == "out/taught/latest/export"
     assert loaded(Path("out/other")).pretrain == str(folder / "out/taught/001/export")
+
+
+def test_a_run_reads_what_an_earlier_run_of_the_command_writes(folder):
+    (folder / "out/taught/001/export").mkdir(parents=True)
+    (folder / "out/taught/latest").symlink_to("001")
+    first, second = folder / "first.yaml", folder / "second.yaml"
+    first.write_text(CONFIG + "output_dir: out\nexp_name: taught\n")
+    second.write_text(CONFIG + "pretrain: out/taught/latest/export\noutput_dir: out\nexp_name: after\n")
+    _, (_, after) = prepare([first, second], [], (), files=False)
+    assert after.config.pretrain == "out/taught/latest/export"
+    _, (alone,) = prepare([second], [], (), files=False)
+    assert alone.config.pretrain == str(folder / "out/taught/001/export")

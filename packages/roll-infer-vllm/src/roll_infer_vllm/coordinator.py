@@ -1,7 +1,7 @@
 """Main function of vLLM's process that coordinates data-parallel ranks: it exits with the worker.
 
-vLLM loads no plugins in this process, so `registration.register` does not run there. A module of its own, because the process
-imports it at its start.
+vLLM loads no plugins in this process, so `registration.register` does not run there. The process imports this module at
+its start.
 """
 
 from __future__ import annotations
