@@ -244,10 +244,12 @@ def ends(process: subprocess.Popen, code: int, folder: Path) -> str:
 
 
 def aborted(process: subprocess.Popen, folder: Path) -> str:
-    """Output and logs of a run that made no progress, with the stacks of its workers and of its driver."""
+    """Output of a run that made no progress, and the stacks of the threads that were in the code of ROLL."""
     output = output_of_aborted(process)
+    # The logs have the Python stacks of workers that crashed.
     logs = [log.read_text(encoding="utf-8") for log in sorted(folder.glob("output/*/*/log.txt"))]
-    return "\n".join([output, *logs])  # the logs have the Python stacks of workers that crashed
+    threads = [each for log in logs for each in re.split(r"\n(?=.*[Tt]hread 0x)", log)[1:] if "/roll_" in each]
+    return "\n".join([output, *threads])
 
 
 def output_of_aborted(process: subprocess.Popen) -> str:
