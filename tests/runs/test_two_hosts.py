@@ -244,12 +244,13 @@ def ends(process: subprocess.Popen, code: int, folder: Path) -> str:
 
 
 def aborted(process: subprocess.Popen, folder: Path) -> str:
-    """Output of a run that made no progress, and the stacks of the threads that were in the code of ROLL."""
+    """Innermost frames of the threads of the worker that aborted first, then the output of the run."""
     output = output_of_aborted(process)
     # The logs have the Python stacks of workers that crashed.
     logs = [log.read_text(encoding="utf-8") for log in sorted(folder.glob("output/*/*/log.txt"))]
-    threads = [each for log in logs for each in re.split(r"\n(?=.*[Tt]hread 0x)", log)[1:] if "/roll_" in each]
-    return "\n".join([output, *threads])
+    threads = [thread for log in logs for thread in re.split(r"\n.*[Tt]hread 0x\w+", log)[1:]]
+    innermost = ["\n".join(re.findall(r'File ".*?([^/]+/[^/]+", line .*)', thread)[:4]) for thread in threads]
+    return "\n\n".join([*innermost, output])
 
 
 def output_of_aborted(process: subprocess.Popen) -> str:
