@@ -52,10 +52,12 @@ def group(
     S - 1. A deviation of at most `epsilon` does not divide.
     """
     if normalise == "sum":
-        total_S = torch.stack([weights[name] * each.double() for name, each in scores.items()]).sum(0)
+        total_S = torch.stack([weights[name] * score_S.double() for name, score_S in scores.items()]).sum(0)
         advantages_S = _relative(total_S, groups_S, std, epsilon)
     else:
-        parts = [weights[name] * _relative(each.double(), groups_S, std, epsilon) for name, each in scores.items()]
+        parts = [
+            weights[name] * _relative(score_S.double(), groups_S, std, epsilon) for name, score_S in scores.items()
+        ]
         advantages_S = torch.stack(parts).sum(0)
     return clip(advantages_S, adv_clip_max).float()
 
@@ -89,10 +91,10 @@ def flow_advantages(
     counts_S = ~torch.stack([each_S.isnan() for each_S in scores.values()]).any(0)
     advantages_S = torch.zeros(len(groups_S), dtype=torch.float32)
     if bool(counts_S.any()):
-        found = function({name: each_S[counts_S] for name, each_S in scores.items()}, groups_S[counts_S], weights)
+        result = function({name: each_S[counts_S] for name, each_S in scores.items()}, groups_S[counts_S], weights)
         num = int(counts_S.sum())
-        if not isinstance(found, torch.Tensor) or found.shape != (num,) or not bool(found.isfinite().all()):
-            what = f"shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        if not isinstance(result, torch.Tensor) or result.shape != (num,) or not bool(result.isfinite().all()):
+            what = f"shape {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             raise ContractError(f"the advantage {function.target} returned {what}, expected {num} finite numbers")
-        advantages_S[counts_S] = found.float()
+        advantages_S[counts_S] = result.float()
     return advantages_S, counts_S

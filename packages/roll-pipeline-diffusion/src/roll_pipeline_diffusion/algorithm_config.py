@@ -377,12 +377,12 @@ def load_function(target: str) -> Callable[..., Any]:
     if not target.startswith(f"{PACKAGE}."):
         sys.path[:] = dict.fromkeys((os.getcwd(), *sys.path))
     try:
-        found = resolve_name(target)
+        target_object = resolve_name(target)
     except Exception as error:  # code of the user
         raise ContractError(f"{target} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ContractError(f"{target} is not a function, found {type(found).__name__}")
-    function: Callable[..., Any] = found
+    if not callable(target_object):
+        raise ContractError(f"{target} is not a function, found {type(target_object).__name__}")
+    function: Callable[..., Any] = target_object
     return function
 
 
@@ -393,9 +393,9 @@ def options_of(key: str, name: str) -> type[Config]:
     """
     if name in REGISTRIES[key]:
         return REGISTRIES[key][name].options
-    given = list(inspect.signature(resolve_name(CONTRACTS[key]).__call__).parameters)[1:]
+    step_arguments = list(inspect.signature(resolve_name(CONTRACTS[key]).__call__).parameters)[1:]
     try:
-        return signature_schema(load_function(name), given)
+        return signature_schema(load_function(name), step_arguments)
     except TypeError as error:
         raise ContractError(f"{name} {error}") from error
 
@@ -484,8 +484,8 @@ class FlowAlgorithmConfig(Config):
     def _sampler_has_noise_for_logprobs(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value not in SAMPLERS or not {"objective", "objective_options"} <= info.data.keys():
             return value
-        objective, given = info.data["objective"], info.data["objective_options"]
-        options, sampler = options_of("objective", objective)(**given), SAMPLERS[value].options
+        objective, objective_values = info.data["objective"], info.data["objective_options"]
+        options, sampler = options_of("objective", objective)(**objective_values), SAMPLERS[value].options
         needs_noise = isinstance(options, FlowGRPOOptions) or (
             isinstance(options, DistillOptions) and options.loss == "kl"
         )
@@ -501,7 +501,7 @@ class FlowAlgorithmConfig(Config):
         for key, inputs in READERS.items():
             if inputs & self.objective_inputs or (key in ("sampler", "logprob_reduction") and not built_in):
                 continue  # an objective of the user has them in its setup
-            for name in [each for each in (key, f"{key}_options") if each in fields]:
+            for name in [field for field in (key, f"{key}_options") if field in fields]:
                 value = getattr(self, name)
                 if value != fields[name].get_default(call_default_factory=True):
                     message = f"found {value}, but objective {self.objective} reads no {key}: remove it"
@@ -535,11 +535,11 @@ class FlowAlgorithmConfig(Config):
     def objective_inputs(self) -> frozenset[str]:
         """Inputs of the objective, see `BuiltInObjective.inputs`. An objective of the user declares them as an
         attribute of the function; default: `USER_INPUTS`."""
-        if (found := OBJECTIVES.get(self.objective)) is None:
+        if (provider := OBJECTIVES.get(self.objective)) is None:
             return _inputs_of(self.objective)
         options = self.objective_settings
         with_data = isinstance(options, ReflOptions) and options.pretrain_loss_coef > 0
-        return found.inputs | {"data"} if with_data else found.inputs
+        return provider.inputs | {"data"} if with_data else provider.inputs
 
     @property
     def uses_reference(self) -> bool:
@@ -550,8 +550,8 @@ class FlowAlgorithmConfig(Config):
     @property
     def uses_average(self) -> bool:
         """True if the objective reads the moving average of the parameters."""
-        found = OBJECTIVES.get(self.objective)
-        return found is not None and found.average
+        provider = OBJECTIVES.get(self.objective)
+        return provider is not None and provider.average
 
     def bound(self, key: str) -> BoundFunction:
         """The function that a key (`sampler`, `window`, `advantage`, `objective`) names, with its options and their
@@ -560,7 +560,7 @@ class FlowAlgorithmConfig(Config):
         target = REGISTRIES[key][name].target if name in REGISTRIES[key] else name
         options = options_of(key, name)(**getattr(self, f"{key}_options"))
         return BoundFunction(
-            target=target, options={each: getattr(options, each) for each in type(options).model_fields}
+            target=target, options={option: getattr(options, option) for option in type(options).model_fields}
         )
 
     def schedule(self, num_steps: int | None = None, *, patch_size: int = 2) -> SigmaSchedule:
@@ -584,19 +584,19 @@ class FlowAlgorithmConfig(Config):
 
 def _inputs_of(target: str) -> frozenset[str]:
     """Inputs of an objective of the user. Raises `ContractError` if the pipeline does not provide them."""
-    given = getattr(load_function(target), "inputs", USER_INPUTS)
-    found = frozenset((given,)) if isinstance(given, str) else frozenset(given)
-    if unknown := sorted(found - INPUTS):
+    declared = getattr(load_function(target), "inputs", USER_INPUTS)
+    inputs = frozenset((declared,)) if isinstance(declared, str) else frozenset(declared)
+    if unknown := sorted(inputs - INPUTS):
         raise ContractError(f"{target} has inputs {unknown[0]!r}, expected some of {', '.join(sorted(INPUTS))}")
     for name, needed in (("advantages", {"samples", "steps"}), ("teacher", {"steps"})):
-        if name in found and not found & needed:
+        if name in inputs and not inputs & needed:
             raise ContractError(f"{target} has inputs {name!r} without {' or '.join(sorted(needed))}: add it")
-    return found
+    return inputs
 
 
 def _default_sampler(objective: str) -> str:
-    found = OBJECTIVES.get(objective)
-    return found.sampler if found is not None else "sde"
+    provider = OBJECTIVES.get(objective)
+    return provider.sampler if provider is not None else "sde"
 
 
 def _check_refl(options: ReflOptions, num_steps: int, sigmas: Sequence[float] | None, value: Any) -> None:
@@ -610,11 +610,13 @@ def _check_refl(options: ReflOptions, num_steps: int, sigmas: Sequence[float] | 
         raise invalid(message, value, "grad_steps")
     for stop in range(low, high):
         trained = sigmas[stop - options.grad_steps + 1 : stop + 1] if sigmas is not None else ()
-        if trained and not any(options.min_timestep_boundary <= at <= options.max_timestep_boundary for at in trained):
+        if trained and not any(
+            options.min_timestep_boundary <= timestep <= options.max_timestep_boundary for timestep in trained
+        ):
             message = (
                 f"no step with gradients has a sigma between {options.min_timestep_boundary} and"
                 f" {options.max_timestep_boundary}: a trajectory that stops after {stop + 1} steps has them at"
-                f" {', '.join(f'{at:.3f}' for at in trained)}"
+                f" {', '.join(f'{timestep:.3f}' for timestep in trained)}"
             )
             raise invalid(message, value, "min_timestep_boundary")
 

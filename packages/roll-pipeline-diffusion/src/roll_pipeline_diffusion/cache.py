@@ -51,7 +51,7 @@ class ArrayCache:
         import numpy as np
         from safetensors.numpy import save
 
-        plain = {name: np.ascontiguousarray(each).reshape(each.shape) for name, each in arrays.items()}
+        plain = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
         self.directory.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
         try:
@@ -76,22 +76,22 @@ def files_identity(directory: Path, folders: Iterable[str]) -> str:
 
     Configs and vocabularies count by content; weights by name, size and time of modification.
     """
-    found: list[list[Any]] = []
+    entries: list[list[Any]] = []
     for folder in sorted(folders):
-        for file in sorted(each for each in (directory / folder).rglob("*") if each.is_file()):
+        for file in sorted(path for path in (directory / folder).rglob("*") if path.is_file()):
             status = file.stat()
             name = file.relative_to(directory).as_posix()
             if file.suffix in (".json", ".txt"):
-                found.append([name, hashlib.sha256(file.read_bytes()).hexdigest()])
+                entries.append([name, hashlib.sha256(file.read_bytes()).hexdigest()])
             else:
-                found.append([name, status.st_size, status.st_mtime_ns])
-    return key_of(files=found)
+                entries.append([name, status.st_size, status.st_mtime_ns])
+    return key_of(files=entries)
 
 
 def _digest(arrays: Arrays) -> str:
     total = hashlib.sha256()
     for name in sorted(arrays):
-        each = arrays[name]
-        total.update(f"{name}:{each.dtype}:{each.shape}:".encode())
-        total.update(each.tobytes())
+        array = arrays[name]
+        total.update(f"{name}:{array.dtype}:{array.shape}:".encode())
+        total.update(array.tobytes())
     return total.hexdigest()

@@ -127,16 +127,16 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
     @model_validator(mode="after")
     def _rewards_score_images(self) -> RewardFlowConfig:
         for name, reward in self.rewards.items():
-            at = ("rewards", name, "reward")
+            key = ("rewards", name, "reward")
             if not isinstance(reward, ImageRewardConfig):
                 message = f"{reward.reward} scores text, expected a reward of images: see `roll-core plugins`"
-                raise invalid(message, reward.reward, *at)
+                raise invalid(message, reward.reward, *key)
             if "score" in self.objective_inputs and not reward.has_gradients:
                 message = (
                     f"{reward.reward} has no gradients, but objective {self.objective} needs them: remove it, or use"
                     " an objective such as flow_grpo"
                 )
-                raise invalid(message, reward.reward, *at)
+                raise invalid(message, reward.reward, *key)
         return self
 
     @model_validator(mode="after")
@@ -226,29 +226,29 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
         from roll_pipeline_diffusion.rows import check_rows, option_of
 
         objective = values.get("objective") if key == "actor_train" else None
-        own = [values.get("image_column", "image")]
-        images = {"diffusion_dpo": [data.chosen, data.rejected], "flow_matching": own}
+        image_columns = [values.get("image_column", "image")]
+        images = {"diffusion_dpo": [data.chosen, data.rejected], "flow_matching": image_columns}
         if option_of(values, "pretrain_loss_coef"):
-            images["refl"] = own
+            images["refl"] = image_columns
         check_rows(rows, data, images.get(str(objective), []), values)
 
     @override
     def capabilities(self) -> Mapping[str, tuple[str, ...]]:
-        found = {"actor_train": ("module_programs",) if self.ema_decay is None else ("module_programs", "ema")}
-        return found if self.teacher is None else found | {"teacher": ("module_programs",)}
+        required = {"actor_train": ("module_programs",) if self.ema_decay is None else ("module_programs", "ema")}
+        return required if self.teacher is None else required | {"teacher": ("module_programs",)}
 
     @override
     def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
-        options, found = self.objective_settings, {}
+        options, messages = self.objective_settings, {}
         if isinstance(options, NFTOptions) and self.guidance_scale != 1:
-            found["guidance_scale"] = "DiffusionNFT is meant to train without guidance (arXiv:2509.16117): set 1"
-        return found
+            messages["guidance_scale"] = "DiffusionNFT is meant to train without guidance (arXiv:2509.16117): set 1"
+        return messages
 
     @property
     def validation_guidance(self) -> float:
         """Guidance scale of the evaluation."""
-        own = None if self.validation is None else self.validation.guidance_scale
-        return self.guidance_scale if own is None else own
+        scale = None if self.validation is None else self.validation.guidance_scale
+        return self.guidance_scale if scale is None else scale
 
     @property
     def needs_unconditional(self) -> bool:

@@ -72,8 +72,8 @@ class _Vae:
 
     def encode(self, pixels: Tensor) -> Tensor:
         one_frame = self.name == "AutoencoderKLQwenImage"
-        found = self.vae.encode((pixels[:, :, None] if one_frame else pixels).to(self.dtype))
-        latents: Tensor = found.latent if hasattr(found, "latent") else found.latent_dist.mode()
+        encoded = self.vae.encode((pixels[:, :, None] if one_frame else pixels).to(self.dtype))
+        latents: Tensor = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
         return self._normalize((latents[:, :, 0] if one_frame else latents).float())
 
     def _denormalize(self, latents: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ class _Checkpointed:
     def __call__(self, latents: Tensor) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        found: Tensor = checkpoint(self.vae.decode, latents, use_reentrant=False)
-        return found
+        pixels: Tensor = checkpoint(self.vae.decode, latents, use_reentrant=False)
+        return pixels
 
 
 @lru_cache(maxsize=2)

@@ -57,16 +57,16 @@ class PromptEncoder:
         if directory is None or not self.model.pipeline:
             raise ModelError("text embeddings need a pipeline's directory, or conditioning columns in the data")
         identity = _encoder_identity(directory)
-        keys = {each: self._key(identity, each, negative) for each in dict.fromkeys(prompts)}
-        found = {each: self.cache.get(key) for each, key in keys.items()}
-        missing = [each for each, arrays in found.items() if arrays is None]
+        keys = {prompt: self._key(identity, prompt, negative) for prompt in dict.fromkeys(prompts)}
+        cached = {prompt: self.cache.get(key) for prompt, key in keys.items()}
+        missing = [prompt for prompt, arrays in cached.items() if arrays is None]
         if missing:
             pipeline = self._load(directory)
-            for each in missing:
-                arrays = self._compute(pipeline, each, negative)
-                self.cache.put(keys[each], arrays)
-                found[each] = arrays
-        return [self._complete(found[each] or {}) for each in prompts]
+            for prompt in missing:
+                arrays = self._compute(pipeline, prompt, negative)
+                self.cache.put(keys[prompt], arrays)
+                cached[prompt] = arrays
+        return [self._complete(cached[prompt] or {}) for prompt in prompts]
 
     @property
     def tokens(self) -> int:
@@ -89,7 +89,7 @@ class PromptEncoder:
         import torch
 
         index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        absent = [name for name, each in index.items() if each == [None, None]]  # such as SD3's T5
+        absent = [name for name, component in index.items() if component == [None, None]]  # such as SD3's T5
         without = {name: None for name in (*EXPERTS, "vae", *absent) if name in index}
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
         try:
@@ -113,11 +113,11 @@ class PromptEncoder:
         except Exception as error:  # diffusers fails in many ways; without ftfy, Wan's pipeline raises NameError
             raise ModelError(f"{self.model.pipeline} cannot encode prompt {prompt!r}: {error}") from error
         arrays: Arrays = {}
-        for name, each in self.model.family.conditioning(self.model.config).items():
+        for name, condition in self.model.family.conditioning(self.model.config).items():
             if name == "guidance":
                 continue
             tensor = tensors.get(name)
-            if each.mask:
+            if condition.mask:
                 rows = len(tensors["prompt_embeds"][0])
                 mask = np.ones(rows, bool) if tensor is None else tensor[0].bool().cpu().numpy()
                 arrays[name] = _pad(mask, self.tokens)
@@ -136,7 +136,7 @@ class PromptEncoder:
 
 
 def _has_mask(model: FlowDescription) -> bool:
-    return any(each.mask for each in model.family.conditioning(model.config).values())
+    return any(condition.mask for condition in model.family.conditioning(model.config).values())
 
 
 def _pad(array: NDArray[Any], tokens: int) -> NDArray[Any]:
@@ -145,7 +145,7 @@ def _pad(array: NDArray[Any], tokens: int) -> NDArray[Any]:
 
 
 def _encoder_identity(directory: Path) -> str:
-    folders = [each.name for each in directory.iterdir() if each.name.startswith(("text_encoder", "tokenizer"))]
+    folders = [path.name for path in directory.iterdir() if path.name.startswith(("text_encoder", "tokenizer"))]
     return files_identity(directory, folders)
 
 
@@ -221,7 +221,7 @@ class WordEncoder:
 
     def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Arrays]:
         """Arrays of each prompt."""
-        return [self._encode(each) for each in prompts]
+        return [self._encode(prompt) for prompt in prompts]
 
     def _encode(self, prompt: str) -> Arrays:
         words = prompt.lower().split()
@@ -230,8 +230,8 @@ class WordEncoder:
                 f"prompt {prompt!r} has {len(words)} words, expected at most {self.tokens}: set more tokens"
             )
         arrays: Arrays = {}
-        for name, each in self.model.family.conditioning(self.model.config).items():
-            if each.mask:
+        for name, condition in self.model.family.conditioning(self.model.config).items():
+            if condition.mask:
                 # Attention over no token at all is not defined.
                 arrays[name] = np.arange(self.tokens) < max(1, len(words))
             elif name == "guidance":
@@ -239,12 +239,12 @@ class WordEncoder:
                     raise ModelError(f"{self.model.family.class_name} embeds a guidance scale: set one, such as 3.5")
                 arrays[name] = np.asarray(self.guidance, np.float32)
             else:
-                arrays[name] = self._embed(words, each.shape)
+                arrays[name] = self._embed(words, condition.shape)
         return arrays
 
     def _embed(self, words: list[str], shape: tuple[int | None, ...]) -> NDArray[np.generic]:
         width = shape[-1] or 1
-        vectors = [self._vector(each, width) for each in words]
+        vectors = [self._vector(word, width) for word in words]
         if len(shape) == 1:
             total = np.sum(vectors, axis=0) / np.sqrt(len(vectors)) if vectors else np.zeros(width)
             return np.asarray(total, np.float32)
@@ -271,20 +271,20 @@ def given_conditioning(row: Mapping[str, Any], model: FlowDescription, *, kind: 
         name = column.removeprefix(f"{kind}.")
         if name == column or value is None:
             continue
-        at = f"{where}: {column}"
-        arrays[name] = _read_file(value, base, at, (".npy",))[""] if isinstance(value, str) else _array(value, at)
+        place = f"{where}: {column}"
+        arrays[name] = _read_file(value, base, place, (".npy",))[""] if isinstance(value, str) else _array(value, place)
     if not arrays:
         return {}
     expected = model.family.conditioning(model.config)
-    for name, each in arrays.items():
+    for name, array in arrays.items():
         if name in expected and expected[name].mask:
-            arrays[name] = each.astype(bool)
+            arrays[name] = array.astype(bool)
             if not arrays[name].any():
                 raise DataError(f"{where}: {kind}.{name} marks no text token")
             continue
-        if not np.issubdtype(each.dtype, np.number) or np.iscomplexobj(each):
-            raise DataError(f"{where}: {kind}.{name} has dtype {each.dtype}, expected real numbers")
-        arrays[name] = each.astype(np.float32)
+        if not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
+            raise DataError(f"{where}: {kind}.{name} has dtype {array.dtype}, expected real numbers")
+        arrays[name] = array.astype(np.float32)
         if not np.isfinite(arrays[name]).all():
             raise DataError(f"{where}: {kind}.{name} has values that are not finite")
     model.family.check(model.config, arrays, f"{where}: {kind}", rows=False)
@@ -301,23 +301,23 @@ def _read_file(value: Any, base: Path, where: str, suffixes: tuple[str, ...]) ->
 
             return dict(load_file(file))
         # Pickled objects are refused: they could run code.
-        found = np.load(file, allow_pickle=False)
+        content = np.load(file, allow_pickle=False)
         if file.suffix == ".npy":
-            return {"": found}
-        with found:
-            return {name: found[name] for name in found.files}
+            return {"": content}
+        with content:
+            return {name: content[name] for name in content.files}
     except Exception as error:  # each library raises many classes for bad files
         raise DataError(f"{where}: {file} cannot be read: {error}") from error
 
 
 def _array(value: Any, where: str) -> NDArray[np.generic]:
     try:
-        found = np.asarray(value)
+        array = np.asarray(value)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
-    if found.dtype == object:
+    if array.dtype == object:
         raise DataError(f"{where}: expected a list of numbers, or lists of equal lengths")
-    return found
+    return array
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class ImageEncoder:
         """Latents `[C, (F,) H, W]` of each image `[H, W, 3]` or video `[F, H, W, 3]`."""
         directory = self.decoder.directory
         identity = files_identity(Path(directory), ["vae"]) if directory else ""
-        return [self._encode(each, identity) for each in images]
+        return [self._encode(image, identity) for image in images]
 
     def _encode(self, image: NDArray[np.uint8], identity: str) -> NDArray[np.generic]:
         if image.dtype != np.uint8 or image.ndim not in (3, 4) or image.shape[-1] != 3:

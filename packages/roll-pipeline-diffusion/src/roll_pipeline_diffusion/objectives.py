@@ -69,15 +69,17 @@ class ObjectiveLoss:
 
     def __call__(self, module: ProgramModule, batch: ModuleBatch) -> LossOutput:
         """Compute this batch's share. Raises `ContractError` if an objective of the user returns something else."""
-        found = self.function(module, batch, self.setup)
-        if not isinstance(found, LossOutput) or found.loss.shape != ():
+        output = self.function(module, batch, self.setup)
+        if not isinstance(output, LossOutput) or output.loss.shape != ():
             what = (
-                f"a loss of shape {list(found.loss.shape)}" if isinstance(found, LossOutput) else type(found).__name__
+                f"a loss of shape {list(output.loss.shape)}"
+                if isinstance(output, LossOutput)
+                else type(output).__name__
             )
             raise ContractError(
                 f"the objective {self.function.target} returned {what}, expected a LossOutput with a scalar loss"
             )
-        return replace(found, metrics={"loss": found.loss.detach(), **found.metrics})
+        return replace(output, metrics={"loss": output.loss.detach(), **output.metrics})
 
 
 def refl(
@@ -146,7 +148,7 @@ def refl(
     if not rms_B:
         raise DataError(
             f"no step with gradients has a sigma between {min_timestep_boundary} and {max_timestep_boundary}: the"
-            f" sigmas are {', '.join(f'{each:.3f}' for each in sigmas)}, and step {final} is the last"
+            f" sigmas are {', '.join(f'{sigma:.3f}' for sigma in sigmas)}, and step {final} is the last"
         )
     predictions = [latents]
     for repetition in range(lv_samples):
@@ -156,7 +158,9 @@ def refl(
         sigma_B = torch.full((len(latents),), sigma, device=latents.device)
         predictions.append(noised - sigma * setup.velocity(module, noised, sigma_B, batch))
     require_finite_steps(finite_TB, batch)
-    score_B = torch.stack([_scores(setup.reward, setup.decode, each, batch) for each in predictions]).mean(0)
+    score_B = torch.stack([_scores(setup.reward, setup.decode, prediction, batch) for prediction in predictions]).mean(
+        0
+    )
     loss_B = -reward_scale * (score_B - reward_offset)
     metrics = {"score": score_B, "velocity_rms": torch.stack(rms_B).mean(0)}
     if kl_coef:
@@ -236,15 +240,15 @@ def flow_grpo(
     loss_B = torch.zeros_like(advantages_B)
     sums: dict[str, Tensor] = {}
     ratios = []
-    for at in range(num_steps):
-        latents, step = latents_BW[:, at], setup.step(index_BW[:, at], latents_BW[:, at])
+    for index in range(num_steps):
+        latents, step = latents_BW[:, index], setup.step(index_BW[:, index], latents_BW[:, index])
         sigma_B = step.sigma.flatten()
         velocity = setup.velocity(module, latents, sigma_B, batch)
         transition = setup.transition(latents, velocity, step)
-        log_ratio_B = transition.logprob(next_BW[:, at], setup.logprob_reduction) - old_BW[:, at]
+        log_ratio_B = transition.logprob(next_BW[:, index], setup.logprob_reduction) - old_BW[:, index]
         approx_kl_B = 0.5 * log_ratio_B.detach().square()
         if velocities_BW is not None:
-            old = setup.transition(latents, velocities_BW[:, at], step)
+            old = setup.transition(latents, velocities_BW[:, index], step)
             distance_B = _mean(transition.kl_per_dim(old.mean))
             approx_kl_B = distance_B.detach()
         if variant == "guard":
@@ -261,7 +265,7 @@ def flow_grpo(
             policy_B = torch.maximum(plain_B, clipped_B)
         if variant == "guard":
             policy_B = policy_B / -step.dt.flatten()
-        found = {
+        terms = {
             "policy_loss": policy_B,
             "ratio": ratio_B,
             "clipfrac": stopped_B.float(),
@@ -273,17 +277,17 @@ def flow_grpo(
             with module.base():
                 reference = setup.velocity(module, latents, sigma_B, batch)
             if kl == "velocity":
-                found["kl_loss"] = _mean((velocity - reference).square())
+                terms["kl_loss"] = _mean((velocity - reference).square())
             else:
-                found["kl_loss"] = _transition_kl(
+                terms["kl_loss"] = _transition_kl(
                     transition,
                     setup.transition(latents, reference, step),
                     "mean" if kl == "flow_grpo" else setup.logprob_reduction,
                 )
                 if kl == "flow_grpo":
-                    found["kl_loss"] = found["kl_loss"] * -step.dt.flatten()
-            loss_B = loss_B + kl_coef * found["kl_loss"] / num_steps
-        for name, value_B in found.items():
+                    terms["kl_loss"] = terms["kl_loss"] * -step.dt.flatten()
+            loss_B = loss_B + kl_coef * terms["kl_loss"] / num_steps
+        for name, value_B in terms.items():
             sums[name] = sums.get(name, torch.zeros_like(loss_B)) + value_B.detach() / num_steps
         ratios.append(ratio_B.detach())
     output = _shares(loss_B, sums, batch)
@@ -298,8 +302,8 @@ def _default_clip(variant: Variant, reduction: LogprobReduction) -> float:
     return 1e-4 if reduction == "mean" else 0.2
 
 
-def _transition_kl(found: Transition, other: Transition, reduction: LogprobReduction) -> Tensor:
-    return reduce_dims(found.kl_per_dim(other.mean), reduction)
+def _transition_kl(policy: Transition, other: Transition, reduction: LogprobReduction) -> Tensor:
+    return reduce_dims(policy.kl_per_dim(other.mean), reduction)
 
 
 def nft(
@@ -412,7 +416,9 @@ def flow_matching(
 def _with_dropout(batch: ModuleBatch, share: float, module: ProgramModule) -> ModuleBatch:
     """Batch in which this share of the rows has the unconditional conditioning."""
     with_prompt, without = conditioning(batch), conditioning(batch, "uncond.")
-    shapes = [{name: list(each.shape[1:]) for name, each in sorted(given.items())} for given in (with_prompt, without)]
+    shapes = [
+        {name: list(tensor.shape[1:]) for name, tensor in sorted(cond.items())} for cond in (with_prompt, without)
+    ]
     if shapes[0] != shapes[1]:
         raise DataError(
             "conditioning_dropout needs uncond.<name> like each cond.<name>: found shapes per row of cond"
@@ -420,7 +426,8 @@ def _with_dropout(batch: ModuleBatch, share: float, module: ProgramModule) -> Mo
         )
     dropped_B = uniform(batch, "dropout", module.device) < share
     mixed = {
-        f"cond.{name}": torch.where(per_row(dropped_B, each), without[name], each) for name, each in with_prompt.items()
+        f"cond.{name}": torch.where(per_row(dropped_B, tensor), without[name], tensor)
+        for name, tensor in with_prompt.items()
     }
     return replace(batch, tensors={**batch.tensors, **mixed})
 
@@ -439,14 +446,14 @@ def distill(
     index_BW, latents_BW = tensor(batch, "step_index"), tensor(batch, "step_latents")
     teacher_BW = tensor(batch, "teacher_velocities").to(latents_BW.dtype)
     losses_B, errors_B = [], []
-    for at in range(index_BW.shape[1]):
-        latents, step = latents_BW[:, at], setup.step(index_BW[:, at], latents_BW[:, at])
+    for index in range(index_BW.shape[1]):
+        latents, step = latents_BW[:, index], setup.step(index_BW[:, index], latents_BW[:, index])
         velocity = setup.velocity(module, latents, step.sigma.flatten(), batch)
-        errors_B.append(_mean((velocity - teacher_BW[:, at]).square()))
+        errors_B.append(_mean((velocity - teacher_BW[:, index]).square()))
         if loss == "kl":
-            other = setup.transition(latents, teacher_BW[:, at], step)
-            found = setup.transition(latents, velocity, step)
-            losses_B.append(_transition_kl(found, other, setup.logprob_reduction))
+            other = setup.transition(latents, teacher_BW[:, index], step)
+            student = setup.transition(latents, velocity, step)
+            losses_B.append(_transition_kl(student, other, setup.logprob_reduction))
     error_B = torch.stack(errors_B).mean(0)
     loss_B = torch.stack(losses_B).mean(0) if loss == "kl" else error_B
     return _shares(loss_B, {"velocity_error": error_B}, batch)
@@ -479,7 +486,7 @@ def _shares(loss_B: Tensor, metrics: Mapping[str, Tensor], batch: ModuleBatch) -
     """Sums over rows, divided by the rows of the whole optimizer step."""
     return LossOutput(
         loss=loss_B.sum() / batch.total_rows,
-        metrics={name: each.detach().sum() / batch.total_rows for name, each in metrics.items()},
+        metrics={name: total.detach().sum() / batch.total_rows for name, total in metrics.items()},
     )
 
 

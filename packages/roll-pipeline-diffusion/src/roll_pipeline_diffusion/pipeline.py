@@ -108,8 +108,8 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         program = SampledImages(sampling=sampling, decoder=self.data.decoder)
         count = validation.num_images_per_prompt
         batch = self._batch(self.held_out, count, "val", 0)
-        found = await run.train_role("actor_train").run_program(batch, program)
-        images = [np.asarray(each["images"], np.uint8) for each in found]
+        outputs = await run.train_role("actor_train").run_program(batch, program)
+        images = [np.asarray(row_outputs["images"], np.uint8) for row_outputs in outputs]
         rows = [row for row in self.held_out for _ in range(count)]
         scores = await self._scores(run, images, rows)
         self._log_images(run, images, rows, scores)
@@ -177,12 +177,12 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         )
         with run.stage("sample"):
             program = SampledImages(sampling=sampling, decoder=self.data.decoder)
-            found = await run.train_role("actor_train").run_program(batch, program)
+            outputs = await run.train_role("actor_train").run_program(batch, program)
         rows = [
-            replace(row, arrays={**row.arrays, **{name: each for name, each in outputs.items() if name != "images"}})
-            for row, outputs in zip(batch, found, strict=True)
+            replace(row, arrays={**row.arrays, **{name: array for name, array in outputs.items() if name != "images"}})
+            for row, outputs in zip(batch, outputs, strict=True)
         ]
-        return rows, [np.asarray(each["images"], np.uint8) for each in found]
+        return rows, [np.asarray(row_outputs["images"], np.uint8) for row_outputs in outputs]
 
     async def _with_advantages(
         self, run: Run, batch: Sequence[ModuleRow], images: Sequence[Image], prompts: Sequence[FlowRow]
@@ -197,7 +197,7 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         with run.stage("advantages"):
             advantages, counts = flow_advantages(
                 self.config.bound("advantage"),
-                {name: torch.from_numpy(each) for name, each in scores.items()},
+                {name: torch.from_numpy(score) for name, score in scores.items()},
                 torch.arange(len(prompts)).repeat_interleave(count),
                 {name: reward.weight for name, reward in self.config.rewards.items()},
             )
@@ -205,7 +205,7 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         if counts.any():
             run.log({"advantage/std": float(advantages[counts].std(correction=0))})
             largest = float(advantages[advantages.abs().argmax()])
-            size = max([1.0, *(float(np.nanmax(np.abs(each))) for each in scores.values())])
+            size = max([1.0, *(float(np.nanmax(np.abs(score))) for score in scores.values())])
             check_size(run, self.config.guards.advantage_size, "the largest advantage", largest, size)
         reason = "all advantages are 0: are the rewards of each prompt's images equal?"
         run.guard(
@@ -215,8 +215,8 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         )
         return [
             replace(row, arrays={**row.arrays, "advantages": np.asarray(value, np.float32)})
-            for row, value, kept in zip(batch, advantages.tolist(), counts.tolist(), strict=True)
-            if kept
+            for row, value, counted in zip(batch, advantages.tolist(), counts.tolist(), strict=True)
+            if counted
         ]
 
     async def _with_velocities_of_the_teacher(self, run: Run, batch: Sequence[ModuleRow]) -> list[ModuleRow]:
@@ -224,8 +224,10 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
 
         with run.stage("teacher"):
             program = VelocityProgram(setup=self._setup(run.step))
-            found = await run.train_role("teacher").run_program(batch, program)
-        return [replace(row, arrays={**row.arrays, **each}) for row, each in zip(batch, found, strict=True)]
+            outputs = await run.train_role("teacher").run_program(batch, program)
+        return [
+            replace(row, arrays={**row.arrays, **row_outputs}) for row, row_outputs in zip(batch, outputs, strict=True)
+        ]
 
     async def _scores(self, run: Run, images: Sequence[Image], rows: Sequence[FlowRow]) -> Scores:
         """Unweighted rewards of each image by name; NaN if one failed. Trips `reward_failures`."""
@@ -233,10 +235,10 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
             return {}
         prompts, values = [row.prompt for row in rows], [row.values for row in rows]
         with run.stage("rewards"):  # in a thread: user code must not block the checks for exited workers
-            found = await asyncio.to_thread(self.rewards.score, np.stack(images), prompts, values)
-        failures = [each.failure for scored in found.values() for each in scored if each.failed]
+            rewards = await asyncio.to_thread(self.rewards.score, np.stack(images), prompts, values)
+        failures = [reward.failure for scored in rewards.values() for reward in scored if reward.failed]
         if failures:
-            threshold, number = self.config.guards.reward_failures.threshold, len(images) * len(found)
+            threshold, number = self.config.guards.reward_failures.threshold, len(images) * len(rewards)
             run.guard(
                 "reward_failures",
                 len(failures) <= threshold * number,
@@ -244,8 +246,8 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
                 f" {failures[0]}",
             )
         return {
-            name: np.array([math.nan if each.value is None else each.value for each in scored])
-            for name, scored in found.items()
+            name: np.array([math.nan if reward.value is None else reward.value for reward in scored])
+            for name, scored in rewards.items()
         }
 
     def _score_metrics(self, scores: Scores) -> dict[str, float]:
@@ -253,17 +255,17 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         if not scores:
             return {}
         total = self._total(scores)
-        kept = ~np.isnan(total)
-        metrics = {"reward_failures": float(len(total) - kept.sum())}
-        if kept.any():
-            metrics |= {"score/mean": float(total[kept].mean()), "score/std": float(total[kept].std())}
-            metrics |= {"score/min": float(total[kept].min()), "score/max": float(total[kept].max())}
-            metrics |= {f"score/{name}/mean": float(each[kept].mean()) for name, each in scores.items()}
+        scored = ~np.isnan(total)
+        metrics = {"reward_failures": float(len(total) - scored.sum())}
+        if scored.any():
+            metrics |= {"score/mean": float(total[scored].mean()), "score/std": float(total[scored].std())}
+            metrics |= {"score/min": float(total[scored].min()), "score/max": float(total[scored].max())}
+            metrics |= {f"score/{name}/mean": float(score[scored].mean()) for name, score in scores.items()}
         return metrics
 
     def _total(self, scores: Scores) -> NDArray[np.float64]:
         """Weighted sum of the rewards of each image; NaN if one failed."""
-        weighted = [self.config.rewards[name].weight * each for name, each in scores.items()]
+        weighted = [self.config.rewards[name].weight * score for name, score in scores.items()]
         return np.asarray(np.sum(weighted, axis=0), np.float64)
 
     def _log_images(
@@ -277,11 +279,11 @@ class RewardFlowPipeline(Pipeline[RewardFlowConfig]):
         shown = range(min(len(images), self.config.num_logged_images))
         total = self._total(scores) if scores else np.zeros(len(images))
         captions = []
-        for at in shown:
-            lines = [rows[at].prompt]
+        for index in shown:
+            lines = [rows[index].prompt]
             if scores:
-                lines.append("reward failed" if np.isnan(total[at]) else f"reward {total[at]:.3f}")
-                lines += [f"{name} {each[at]:.3f}" for name, each in scores.items() if len(scores) > 1]
+                lines.append("reward failed" if np.isnan(total[index]) else f"reward {total[index]:.3f}")
+                lines += [f"{name} {score[index]:.3f}" for name, score in scores.items() if len(scores) > 1]
             captions.append("\n".join(lines))
         if captions:
-            run.log_images([png_of(images[at]) for at in shown], captions, split="val")
+            run.log_images([png_of(images[index]) for index in shown], captions, split="val")

@@ -71,25 +71,25 @@ class FlowSetup:
 
         `v = v_uncond + g · (v_cond - v_uncond)`. Raises `DataError` without unconditional conditioning.
         """
-        found = self._call(module, latents, sigma_B, conditioning(batch))
+        velocity = self._call(module, latents, sigma_B, conditioning(batch))
         if self.guidance_scale == 1.0:
-            return found
+            return velocity
         if not (without := conditioning(batch, "uncond.")):
             raise DataError(
                 f"guidance_scale is {self.guidance_scale}, but the batch has no tensors uncond.<name>: provide"
                 " unconditional conditioning, or set guidance_scale 1"
             )
         unguided = self._call(module, latents, sigma_B, without)
-        return unguided + self.guidance_scale * (found - unguided)
+        return unguided + self.guidance_scale * (velocity - unguided)
 
-    def _call(self, module: ProgramModule, latents: Tensor, sigma_B: Tensor, given: Mapping[str, Tensor]) -> Tensor:
-        found: Tensor = module(latents, sigma_B, **given)
-        if found.shape != latents.shape:
+    def _call(self, module: ProgramModule, latents: Tensor, sigma_B: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
+        velocity: Tensor = module(latents, sigma_B, **cond)
+        if velocity.shape != latents.shape:
             raise ContractError(
-                f"the model returned a velocity of shape {list(found.shape)}, expected that of the latents,"
+                f"the model returned a velocity of shape {list(velocity.shape)}, expected that of the latents,"
                 f" {list(latents.shape)}"
             )
-        return found.to(latents.dtype)
+        return velocity.to(latents.dtype)
 
     def sigmas(self, like: Tensor) -> Tensor:
         """The schedule's sigmas `[T + 1]`, on the device and in the dtype of `like`."""
@@ -106,14 +106,14 @@ class FlowSetup:
 
     def transition(self, latents: Tensor, velocity: Tensor, step: SamplerStep) -> Transition:
         """The sampler's step. Raises `ContractError` if a sampler of the user returns something else."""
-        found = self.sampler(latents, velocity, step)
-        if not isinstance(found, Transition) or found.mean.shape != latents.shape:
-            what = list(found.mean.shape) if isinstance(found, Transition) else type(found).__name__
+        transition = self.sampler(latents, velocity, step)
+        if not isinstance(transition, Transition) or transition.mean.shape != latents.shape:
+            what = list(transition.mean.shape) if isinstance(transition, Transition) else type(transition).__name__
             raise ContractError(
                 f"the sampler {self.sampler.target} returned {what}, expected a Transition with a mean of shape"
                 f" {list(latents.shape)}"
             )
-        return found
+        return transition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class SamplingProgram:
         """Sample. Raises `NonFiniteError`, which names the first step with non-finite latents, and its rows."""
         setup, num_steps = self.setup, self.setup.schedule.num_steps
         latents = noise(batch, "initial", setup.latent_shape, module.device)
-        kept: dict[str, list[Tensor]] = {}
+        records: dict[str, list[Tensor]] = {}
         finite_TB: list[Tensor] = []
         with torch.no_grad(), self._weights(module):
             for index in range(num_steps):
@@ -147,22 +147,22 @@ class SamplingProgram:
                 if index in self.window:
                     transition = setup.transition(latents, velocity, step)
                     sampled = transition.sample(noise(batch, "step", setup.latent_shape, module.device, index))
-                    found = {
+                    record = {
                         "step_index": index_B,
                         "step_latents": latents,
                         "step_next_latents": sampled,
                         "old_logprobs": transition.logprob(sampled, setup.logprob_reduction),
                     }
                     if self.keep_velocities:
-                        found["old_velocities"] = velocity
-                    for name, value in found.items():
-                        kept.setdefault(name, []).append(value)
+                        record["old_velocities"] = velocity
+                    for name, value in record.items():
+                        records.setdefault(name, []).append(value)
                     latents = sampled
                 else:
                     latents = latents + velocity * step.dt
                 finite_TB.append(latents.flatten(1).isfinite().all(1))
         require_finite_steps(finite_TB, batch)
-        return {"latents": latents, **{name: torch.stack(values, dim=1) for name, values in kept.items()}}
+        return {"latents": latents, **{name: torch.stack(values, dim=1) for name, values in records.items()}}
 
     def _weights(self, module: ProgramModule) -> AbstractContextManager[None]:
         if self.weights == "trained":
@@ -181,12 +181,12 @@ class VelocityProgram:
     def __call__(self, module: ProgramModule, batch: ModuleBatch) -> Mapping[str, Tensor]:
         """Velocities `[B, W, ...]`."""
         latents_BW, index_BW = tensor(batch, "step_latents"), tensor(batch, "step_index")
-        found = []
+        velocities = []
         with torch.no_grad():
-            for at in range(index_BW.shape[1]):
-                step = self.setup.step(index_BW[:, at], latents_BW[:, at])
-                found.append(self.setup.velocity(module, latents_BW[:, at], step.sigma.flatten(), batch))
-        return {self.name: torch.stack(found, dim=1)}
+            for index in range(index_BW.shape[1]):
+                step = self.setup.step(index_BW[:, index], latents_BW[:, index])
+                velocities.append(self.setup.velocity(module, latents_BW[:, index], step.sigma.flatten(), batch))
+        return {self.name: torch.stack(velocities, dim=1)}
 
 
 def tensor(batch: ModuleBatch, name: str) -> Tensor:
@@ -198,7 +198,7 @@ def tensor(batch: ModuleBatch, name: str) -> Tensor:
 
 def conditioning(batch: ModuleBatch, prefix: str = "cond.") -> dict[str, Tensor]:
     """Tensors of the batch whose names begin with the prefix, without it."""
-    return {name.removeprefix(prefix): each for name, each in batch.tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in batch.tensors.items() if name.startswith(prefix)}
 
 
 def per_row(values_B: Tensor, like: Tensor) -> Tensor:
@@ -208,13 +208,15 @@ def per_row(values_B: Tensor, like: Tensor) -> Tensor:
 
 def noise(batch: ModuleBatch, purpose: Purpose, shape: Sequence[int], device: torch.device, index: int = 0) -> Tensor:
     """Standard normal numbers `[B, *shape]`, float32, from the rows' seeds. `index` is a step or a repetition."""
-    rows = [each.standard_normal(tuple(shape), dtype=np.float32) for each in _generators(batch, purpose, index)]
+    rows = [
+        generator.standard_normal(tuple(shape), dtype=np.float32) for generator in _generators(batch, purpose, index)
+    ]
     return torch.from_numpy(np.stack(rows)).to(device)
 
 
 def uniform(batch: ModuleBatch, purpose: Purpose, device: torch.device) -> Tensor:
     """Uniform numbers in [0, 1), `[B]`, float32, from the rows' seeds."""
-    rows = [each.random((), dtype=np.float32) for each in _generators(batch, purpose, 0)]
+    rows = [generator.random((), dtype=np.float32) for generator in _generators(batch, purpose, 0)]
     return torch.from_numpy(np.stack(rows)).to(device)
 
 

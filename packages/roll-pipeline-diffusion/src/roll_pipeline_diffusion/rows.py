@@ -28,14 +28,14 @@ def check_rows(rows: Rows, data: DataArguments, images: Sequence[str], values: M
 
     `values` are the config's values as written. Raises `DataError`.
     """
-    given = [each for each in rows.columns if each == CONDITIONING or each.startswith(f"{CONDITIONING}.")]
+    columns = [column for column in rows.columns if column == CONDITIONING or column.startswith(f"{CONDITIONING}.")]
     model, guided = _model(values), _is_guided(values)
-    if not given:
+    if not columns:
         need_column(data.prompt, rows)
     for column in images:
         need_column(column, rows)
     for row in rows:
-        has = [each for each in given if row.values.get(each) is not None]
+        has = [column for column in columns if row.values.get(column) is not None]
         if not has:
             text_of(row, data.prompt, rows)
             if model is not None:
@@ -46,7 +46,7 @@ def check_rows(rows: Rows, data: DataArguments, images: Sequence[str], values: M
                     encoder=str(values.get("prompt_encoder", "pipeline")),
                     guidance=values.get("embedded_guidance"),
                 )
-        elif guided and not any(name.startswith(f"un{CONDITIONING}") for name, each in row.values.items() if each):
+        elif guided and not any(name.startswith(f"un{CONDITIONING}") for name, value in row.values.items() if value):
             raise DataError(
                 f"{row.where}: has {has[0]!r}, but no 'un{CONDITIONING}', which guidance_scale other than 1 and"
                 " conditioning_dropout need: add it, or set guidance_scale 1"
@@ -86,14 +86,14 @@ def _model(values: Mapping[Any, Any]) -> FlowDescription | None:
 def _is_guided(values: Mapping[Any, Any]) -> bool:
     """True if programs need conditioning without the prompt."""
     scales = [values.get("guidance_scale"), option_of(values, "guidance_scale", "validation")]
-    scaled = any(isinstance(each, int | float) and each != 1 for each in scales)
+    scaled = any(isinstance(scale, int | float) and scale != 1 for scale in scales)
     return scaled or bool(option_of(values, "conditioning_dropout"))
 
 
 def option_of(values: Mapping[Any, Any], name: str, key: str = "objective_options") -> Any:
     """A value below a key of a config as written; None without it."""
-    found = values.get(key)
-    return found.get(name) if isinstance(found, Mapping) else None
+    options = values.get(key)
+    return options.get(name) if isinstance(options, Mapping) else None
 
 
 def image_file(row: Row, data: DataArguments, column: str) -> Path:
@@ -109,5 +109,5 @@ def image_file(row: Row, data: DataArguments, column: str) -> Path:
 
 def folder_of(row: Row, data: DataArguments) -> Path:
     """Directory of the file that a row is from."""
-    names = [Path(each) for each in file_names(data)]
-    return next((each.parent for each in names if row.where.startswith(f"{each} row ")), names[0].parent)
+    names = [Path(path) for path in file_names(data)]
+    return next((path.parent for path in names if row.where.startswith(f"{path} row ")), names[0].parent)

@@ -116,8 +116,8 @@ def cps(latents: Tensor, velocity: Tensor, step: SamplerStep, *, noise_level: fl
     """
     std = step.sigma_next * sin(noise_level * pi / 2)
     data, noise = latents - step.sigma * velocity, latents + (1 - step.sigma) * velocity
-    kept = (step.sigma_next.square() - std.square()).clamp(min=0).sqrt()
-    return Transition(mean=(1 - step.sigma_next) * data + kept * noise, std=std)
+    noise_share = (step.sigma_next.square() - std.square()).clamp(min=0).sqrt()
+    return Transition(mean=(1 - step.sigma_next) * data + noise_share * noise, std=std)
 
 
 def _langevin(latents: Tensor, velocity: Tensor, step: SamplerStep, variance: Tensor) -> Transition:

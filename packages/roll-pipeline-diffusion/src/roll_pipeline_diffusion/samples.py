@@ -74,29 +74,29 @@ class FlowData:
 
     def read(self, rows: Rows, data: DataArguments, *, images: Mapping[str, str]) -> list[FlowRow]:
         """All rows. `images` maps names of latents to the columns that they are from. Raises `DataError`."""
-        given = [self._given(row, data, CONDITIONING) for row in rows]
+        conditionings = [self._given(row, data, CONDITIONING) for row in rows]
         without = [self._given(row, data, f"un{CONDITIONING}") for row in rows]
         prompts = [str(row.values.get(data.prompt) or "") for row in rows]
-        missing = [at for at, each in enumerate(given) if not each]
+        missing = [index for index, arrays in enumerate(conditionings) if not arrays]
         if missing:
-            texts = [text_of(rows[at], data.prompt, rows) for at in missing]
+            texts = [text_of(rows[index], data.prompt, rows) for index in missing]
             encoder = self._encoder(rows[missing[0]], data)
-            for at, arrays in zip(missing, encoder.encode(texts), strict=True):
-                given[at] = arrays
+            for index, arrays in zip(missing, encoder.encode(texts), strict=True):
+                conditionings[index] = arrays
         guided = self.config.needs_unconditional
         if guided and missing:
             (unconditional,) = encoder.encode([self.config.negative_prompt], negative=True)
-            for at in missing:
-                without[at] = without[at] or unconditional
-        found = []
-        for row, prompt, cond, uncond in zip(rows, prompts, given, without, strict=True):
+            for index in missing:
+                without[index] = without[index] or unconditional
+        flow_rows = []
+        for row, prompt, cond, uncond in zip(rows, prompts, conditionings, without, strict=True):
             if guided and not uncond:
                 raise _no_guidance(row, self.config)
-            arrays = {f"cond.{name}": each for name, each in cond.items()}
-            arrays |= {f"uncond.{name}": each for name, each in uncond.items()} if guided else {}
+            arrays = {f"cond.{name}": array for name, array in cond.items()}
+            arrays |= {f"uncond.{name}": array for name, array in uncond.items()} if guided else {}
             arrays |= {name: self._latents(row, data, column) for name, column in images.items()}
-            found.append(FlowRow(id=row.id, prompt=prompt, values=row.values, arrays=arrays))
-        return found
+            flow_rows.append(FlowRow(id=row.id, prompt=prompt, values=row.values, arrays=arrays))
+        return flow_rows
 
     def _given(self, row: Row, data: DataArguments, kind: str) -> Arrays:
         return given_conditioning(row.values, self.model, kind=kind, base=folder_of(row, data), where=row.where)
@@ -121,21 +121,23 @@ class FlowData:
         file, where = image_file(row, data, column), f"{row.where}: column {column!r}"
         if file.suffix == ".npy":
             try:
-                found: NDArray[np.generic] = np.load(file, allow_pickle=False).astype(np.float32)
+                latents: NDArray[np.generic] = np.load(file, allow_pickle=False).astype(np.float32)
             except (OSError, ValueError, EOFError) as error:
                 raise DataError(f"{where}: {file} cannot be read as latents: {error}") from error
         else:
             pixels = read_image(file, where)
-            wanted = (self.config.height, self.config.width)
-            if pixels.shape[-3:-1] != wanted:
+            expected = (self.config.height, self.config.width)
+            if pixels.shape[-3:-1] != expected:
                 size = " × ".join(map(str, pixels.shape[-3:-1]))
-                raise DataError(f"{where}: {file} has {size} pixels, expected height × width {wanted[0]} × {wanted[1]}")
+                raise DataError(
+                    f"{where}: {file} has {size} pixels, expected height × width {expected[0]} × {expected[1]}"
+                )
             encoder = ImageEncoder(decoder=self.decoder, cache=self.cache, device=self.config.encoder_device)
-            found = encoder.encode([pixels])[0] if self.decoder.directory else _pixels(pixels)
-        if found.shape != self.latent_shape or not np.isfinite(found).all():
-            state = list(found.shape) if found.shape != self.latent_shape else "values that are NaN or infinite"
+            latents = encoder.encode([pixels])[0] if self.decoder.directory else _pixels(pixels)
+        if latents.shape != self.latent_shape or not np.isfinite(latents).all():
+            state = list(latents.shape) if latents.shape != self.latent_shape else "values that are NaN or infinite"
             raise DataError(f"{where}: {file} gives latents {state}, expected finite {list(self.latent_shape)}")
-        return found
+        return latents
 
 
 def _pixels(image: NDArray[np.uint8]) -> NDArray[np.generic]:
@@ -189,7 +191,7 @@ class SampledImages:
         """Sample, then decode `decoder.rows` images at a time."""
         import torch
 
-        found = self.sampling(module, batch)
+        outputs = self.sampling(module, batch)
         with torch.no_grad():
-            pixels = self.decoder.decode(found["latents"])
-        return {**found, "images": torch.from_numpy(to_uint8(pixels))}
+            pixels = self.decoder.decode(outputs["latents"])
+        return {**outputs, "images": torch.from_numpy(to_uint8(pixels))}

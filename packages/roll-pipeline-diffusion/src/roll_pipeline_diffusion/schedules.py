@@ -73,7 +73,7 @@ class SigmaSchedule:
 @lru_cache(maxsize=64)
 def _shifted(num_steps: int, shift: float) -> tuple[float, ...]:
     linear = [1.0 - step / num_steps for step in range(num_steps + 1)]
-    sigmas = [shift * each / (1.0 + (shift - 1.0) * each) for each in linear]
+    sigmas = [shift * sigma / (1.0 + (shift - 1.0) * sigma) for sigma in linear]
     return (1.0, *sigmas[1:-1], 0.0)
 
 

@@ -69,15 +69,15 @@ def progressive(
 def checked_window(steps: Sequence[int], num_steps: int, target: str) -> tuple[int, ...]:
     """Return the steps that the function `target` chose. Raises `ContractError` if they are no window."""
     try:
-        found = tuple(int(each) for each in steps)
+        window = tuple(int(step) for step in steps)
     except (TypeError, ValueError) as error:
         raise ContractError(f"the window {target} returned {steps!r}, expected a sequence of integers") from error
-    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= num_steps - 1:
+    if not window or list(window) != sorted(set(window)) or window[0] < 0 or window[-1] >= num_steps - 1:
         raise ContractError(
-            f"the window {target} returned the steps {list(found)}, expected ascending steps from 0 to"
+            f"the window {target} returned the steps {list(window)}, expected ascending steps from 0 to"
             f" {num_steps - 2}: step {num_steps - 1} ends at sigma 0 and cannot be trained"
         )
-    return found
+    return window
 
 
 def stop_step(update: int, num_steps: int, seed: int, stop_range: Sequence[int] | None) -> int:

@@ -69,8 +69,8 @@ class FlowDescription:
         """Name and description of a size that the model cannot generate."""
         name = self.family.class_name
         if self.family.video != (num_frames is not None):
-            wanted = "a number of frames" if self.family.video else "no frames"
-            return "num_frames", f"found {num_frames}, but {name} needs {wanted}"
+            expected = "a number of frames" if self.family.video else "no frames"
+            return "num_frames", f"found {num_frames}, but {name} needs {expected}"
         multiple = (1 if self.vae is None else self.vae.spatial) * self.family.patch(self.config)
         for key, size in (("height", height), ("width", width)):
             if size <= 0 or size % multiple:
@@ -149,23 +149,23 @@ def _transformer(keys: Mapping[str, Any], where: str, directory: Path | None) ->
 
 def _pipeline(directory: Path, overrides: Mapping[str, Any]) -> FlowDescription:
     index = _read(directory / INDEX)
-    found = [name for name in EXPERTS if isinstance(index.get(name), list) and index[name][1]]
-    if not found:
+    names = [name for name in EXPERTS if isinstance(index.get(name), list) and index[name][1]]
+    if not names:
         raise ModelError(f"{directory / INDEX}: no component {EXPERTS[0]!r}, expected a pipeline of a flow model")
-    experts = {name: {**_read(directory / name / "config.json"), **overrides} for name in found}
+    experts = {name: {**_read(directory / name / "config.json"), **overrides} for name in names}
     families = {family_of(keys.get("_class_name"), str(directory / name)) for name, keys in experts.items()}
     if len(families) > 1:
         raise ModelError(f"{directory / INDEX}: experts of different classes")
     boundary: float | None = None
-    if len(found) == len(EXPERTS):
-        given = index.get("boundary_ratio")
-        if not (isinstance(given, int | float) and 0 < given < 1):
-            raise ModelError(f"{directory / INDEX}: boundary_ratio {given!r}, expected a number between 0 and 1")
-        boundary = float(given)
+    if len(names) == len(EXPERTS):
+        value = index.get("boundary_ratio")
+        if not (isinstance(value, int | float) and 0 < value < 1):
+            raise ModelError(f"{directory / INDEX}: boundary_ratio {value!r}, expected a number between 0 and 1")
+        boundary = float(value)
     family = families.pop()
     return FlowDescription(
         family=family,
-        config=family.config(experts[found[0]]),
+        config=family.config(experts[names[0]]),
         experts=experts,
         boundary=boundary,
         pipeline=str(index.get("_class_name")),
@@ -176,12 +176,12 @@ def _pipeline(directory: Path, overrides: Mapping[str, Any]) -> FlowDescription:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{file}: {type(found).__name__}, expected a JSON object")
-    return found
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: {type(content).__name__}, expected a JSON object")
+    return content
 
 
 document_fields(__name__)

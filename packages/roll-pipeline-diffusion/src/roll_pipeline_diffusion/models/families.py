@@ -59,7 +59,7 @@ class Family(ABC):
         """Tensors that `velocity` needs, by name."""
 
     @abstractmethod
-    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         """Velocity like `latents`, for `sigma` `[B]` and conditioning tensors `[B, ...]`."""
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:
@@ -81,30 +81,30 @@ class Family(ABC):
             raise ModelError(f"{self.class_name} is unsupported with {problem}")
         return config
 
-    def check(self, config: Mapping[str, Any], given: Mapping[str, Any], where: str, *, rows: bool = True) -> None:
+    def check(self, config: Mapping[str, Any], cond: Mapping[str, Any], where: str, *, rows: bool = True) -> None:
         """Check conditioning tensors or arrays, with a first dimension B if `rows`. Raises `DataError`."""
         expected = self.conditioning(config)
-        if unknown := sorted(set(given) - set(expected)):
+        if unknown := sorted(set(cond) - set(expected)):
             raise DataError(
                 f"{where}: {self.class_name} has no conditioning {unknown[0]!r}, only {', '.join(expected)}"
             )
-        for name, each in expected.items():
-            if name not in given:
-                if each.required:
-                    found = ", ".join(given) or "none"
-                    raise DataError(f"{where}: {self.class_name} needs conditioning {name!r}, found {found}")
+        for name, condition in expected.items():
+            if name not in cond:
+                if condition.required:
+                    present = ", ".join(cond) or "none"
+                    raise DataError(f"{where}: {self.class_name} needs conditioning {name!r}, found {present}")
                 continue
-            shape = tuple(given[name].shape)[1:] if rows else tuple(given[name].shape)
-            same = len(shape) == len(each.shape) and all(
-                size in (None, found) for size, found in zip(each.shape, shape, strict=True)
+            shape = tuple(cond[name].shape)[1:] if rows else tuple(cond[name].shape)
+            same = len(shape) == len(condition.shape) and all(
+                size in (None, actual) for size, actual in zip(condition.shape, shape, strict=True)
             )
             if not same:
-                wanted = "[" + ", ".join("any" if size is None else str(size) for size in each.shape) + "]"
-                raise DataError(f"{where}: {name} has shape {list(shape)} per row, {self.class_name} needs {wanted}")
-        tokens = {name: given[name].shape[int(rows)] for name in given if expected[name].shape[:1] == (None,)}
+                dims = "[" + ", ".join("any" if size is None else str(size) for size in condition.shape) + "]"
+                raise DataError(f"{where}: {name} has shape {list(shape)} per row, {self.class_name} needs {dims}")
+        tokens = {name: cond[name].shape[int(rows)] for name in cond if expected[name].shape[:1] == (None,)}
         if len(set(tokens.values())) > 1:
-            found = ", ".join(f"{name} {number}" for name, number in tokens.items())
-            raise DataError(f"{where}: different numbers of text tokens: {found}")
+            present = ", ".join(f"{name} {number}" for name, number in tokens.items())
+            raise DataError(f"{where}: different numbers of text tokens: {present}")
 
 
 class StableDiffusion3(Family):
@@ -127,13 +127,13 @@ class StableDiffusion3(Family):
         }
 
     @override
-    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         return _output(
             transformer(
                 hidden_states=latents,
                 timestep=sigma * TIMESTEPS,
-                encoder_hidden_states=given["prompt_embeds"],
-                pooled_projections=given["pooled_prompt_embeds"],
+                encoder_hidden_states=cond["prompt_embeds"],
+                pooled_projections=cond["pooled_prompt_embeds"],
                 return_dict=False,
             )
         )
@@ -172,19 +172,19 @@ class Flux(PackedFamily):
         }
 
     @override
-    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         import torch
 
         height, width = latents.shape[-2:]
-        text = given["prompt_embeds"]
+        text = cond["prompt_embeds"]
         ids = torch.zeros(height // 2, width // 2, 3, device=latents.device)
         ids[..., 1] = torch.arange(height // 2, device=latents.device)[:, None]
         ids[..., 2] = torch.arange(width // 2, device=latents.device)[None, :]
         packed = transformer(
             hidden_states=_pack(latents),
             timestep=sigma,
-            guidance=given.get("guidance"),
-            pooled_projections=given["pooled_prompt_embeds"],
+            guidance=cond.get("guidance"),
+            pooled_projections=cond["pooled_prompt_embeds"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=latents.device),
             img_ids=ids.flatten(0, 1),
@@ -213,16 +213,16 @@ class Flux2(Family):
         }
 
     @override
-    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         import torch
 
         height, width = latents.shape[-2:]
-        text = given["prompt_embeds"]
+        text = cond["prompt_embeds"]
         one = torch.arange(1)
         packed = transformer(
             hidden_states=latents.flatten(2).transpose(1, 2),
             timestep=sigma,
-            guidance=given.get("guidance"),
+            guidance=cond.get("guidance"),
             encoder_hidden_states=text,
             # Positions (time, row, column, text token).
             txt_ids=torch.cartesian_prod(one, one, one, torch.arange(text.shape[1])).to(latents.device),
@@ -258,13 +258,13 @@ class QwenImage(PackedFamily):
         }
 
     @override
-    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         height, width = latents.shape[-2:]
-        mask = given.get("prompt_embeds_mask")
+        mask = cond.get("prompt_embeds_mask")
         packed = transformer(
             hidden_states=_pack(latents),
             timestep=sigma,
-            encoder_hidden_states=given["prompt_embeds"],
+            encoder_hidden_states=cond["prompt_embeds"],
             encoder_hidden_states_mask=None if mask is None else mask.bool(),
             img_shapes=[[(1, height // 2, width // 2)]] * len(latents),
             return_dict=False,
@@ -305,12 +305,12 @@ class Wan(Family):
         return int(config["patch_size"][1])
 
     @override
-    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         return _output(
             transformer(
                 hidden_states=latents,
                 timestep=sigma * TIMESTEPS,
-                encoder_hidden_states=given["prompt_embeds"],
+                encoder_hidden_states=cond["prompt_embeds"],
                 return_dict=False,
             )
         )
@@ -341,20 +341,20 @@ class Sana(Family):
         }
 
     @override
-    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
         scale: float = transformer.config.timestep_scale  # type: ignore[assignment, union-attr]
-        found = transformer(
+        result = transformer(
             latents,
-            encoder_hidden_states=given["prompt_embeds"],
-            encoder_attention_mask=given.get("prompt_attention_mask"),
+            encoder_hidden_states=cond["prompt_embeds"],
+            encoder_attention_mask=cond.get("prompt_attention_mask"),
             timestep=sigma * TIMESTEPS * scale,
             return_dict=False,
         )
-        return _output(found)[:, : latents.shape[1]]
+        return _output(result)[:, : latents.shape[1]]
 
 
 FAMILIES: dict[str, Family] = {
-    each.class_name: each for each in (StableDiffusion3(), Flux(), Flux2(), QwenImage(), Wan(), Sana())
+    family.class_name: family for family in (StableDiffusion3(), Flux(), Flux2(), QwenImage(), Wan(), Sana())
 }
 """Families by `_class_name`."""
 
@@ -367,8 +367,8 @@ def family_of(class_name: object, where: str) -> Family:
     return family
 
 
-def _output(found: tuple[Tensor, ...]) -> Tensor:
-    return found[0]
+def _output(result: tuple[Tensor, ...]) -> Tensor:
+    return result[0]
 
 
 def _pack(latents: Tensor) -> Tensor:

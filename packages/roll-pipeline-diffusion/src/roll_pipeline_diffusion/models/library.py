@@ -112,9 +112,9 @@ class DiffusersLibrary(ModelLibrary):
         with torch.device("meta"):
             experts = {name: kind.from_config(_keys(keys)) for name, keys in description.experts.items()}
         flow = FlowModel(description, experts)
-        layers = tuple(_layer_size(each) for each in self.blocks(flow))
+        layers = tuple(_layer_size(block) for block in self.blocks(flow))
         width = description.config["attention_head_dim"] * description.config["num_attention_heads"]
-        total = sum(each.numel() for each in flow.parameters())
+        total = sum(parameter.numel() for parameter in flow.parameters())
         return ModelSize(
             model_type=description.family.class_name,
             vocab_size=0,
@@ -127,7 +127,7 @@ class DiffusersLibrary(ModelLibrary):
             layers=layers,
             embedding=0,
             head=0,
-            final_norm=total - sum(each.parameters for each in layers),
+            final_norm=total - sum(layer.parameters for layer in layers),
         )
 
     @override
@@ -147,7 +147,9 @@ class DiffusersLibrary(ModelLibrary):
         if description.pipeline and description.directory is not None:
             _link_components(description.directory, path, set(description.experts))
         for name in description.experts:
-            weights = {key.removeprefix(f"{name}."): each for key, each in state.items() if key.startswith(f"{name}.")}
+            weights = {
+                key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")
+            }
             folder = path / name if description.pipeline else path
             _write_expert(name, getattr(flow, name), weights, folder)
 
@@ -164,31 +166,35 @@ def _class_of(description: FlowDescription) -> Any:
 
 
 def _keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in keys.items() if key != "_class_name"}
+    return {key: value for key, value in keys.items() if key != "_class_name"}
 
 
 def _layer_size(block: nn.Module) -> LayerSize:
-    found = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
-    linears = [Linear(path=name, outputs=each.out_features, inputs=each.in_features) for name, each in found.items()]
+    named = {name: child for name, child in block.named_modules() if isinstance(child, nn.Linear)}
+    linears = [
+        Linear(path=name, outputs=linear.out_features, inputs=linear.in_features) for name, linear in named.items()
+    ]
     return LayerSize(
-        parameters=sum(each.numel() for each in block.parameters()),
+        parameters=sum(parameter.numel() for parameter in block.parameters()),
         linears=tuple(linears),
-        active_width=max((each.outputs for each in linears if "ff" in each.path or "mlp" in each.path), default=0),
+        active_width=max(
+            (linear.outputs for linear in linears if "ff" in linear.path or "mlp" in linear.path), default=0
+        ),
     )
 
 
 def _flow_model(module: nn.Module) -> FlowModel:
-    found = next((each for each in module.modules() if isinstance(each, FlowModel)), None)
-    if found is None:
+    model = next((child for child in module.modules() if isinstance(child, FlowModel)), None)
+    if model is None:
         raise ModelError(f"{type(module).__name__} is no flow model of DiffusersLibrary")
-    return found
+    return model
 
 
 def _expert(spec: ModelSpec, description: FlowDescription, name: str, keys: Mapping[str, Any]) -> nn.Module:
     kind = _class_of(description)
     where = "random_init" if description.directory is None else str(description.directory)
-    given = spec.random_init if spec.random_init is not None else {}
-    _refuse_unknown(kind, {**given, **spec.config_overrides}, where)
+    init_keys = spec.random_init if spec.random_init is not None else {}
+    _refuse_unknown(kind, {**init_keys, **spec.config_overrides}, where)
     dtype = DTYPES[spec.dtype]
     try:
         if description.directory is not None:
@@ -223,14 +229,14 @@ def _write_expert(name: str, expert: Any, weights: dict[str, Tensor], folder: Pa
     for key, buffer in expert.named_buffers():
         if key in expected and key not in weights:
             weights[key] = buffer.detach().cpu()
-    for what, found in (("missing", expected.keys() - weights.keys()), ("unknown", weights.keys() - expected.keys())):
-        if found:
-            raise ModelError(f"{type(expert).__name__}: {what} weights: {len(found)}, such as {name}.{min(found)}")
+    for what, keys in (("missing", expected.keys() - weights.keys()), ("unknown", weights.keys() - expected.keys())):
+        if keys:
+            raise ModelError(f"{type(expert).__name__}: {what} weights: {len(keys)}, such as {name}.{min(keys)}")
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("diffusion_pytorch_model*"):
         old.unlink()
     expert.save_config(folder)
-    contiguous = {key: each.detach().cpu().contiguous() for key, each in weights.items()}
+    contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}
     save_torch_state_dict(contiguous, folder, filename_pattern=WEIGHTS, max_shard_size="10GB")
 
 
@@ -242,8 +248,8 @@ def _link_components(source: Path, target: Path, written: set[str]) -> None:
         relative = Path(folder).relative_to(source)
         if relative == Path():
             # Checkpoints in another layout, in the directory itself, belong to the old weights.
-            folders[:] = [each for each in folders if each not in written and not each.startswith(".")]
-            files = [each for each in files if Path(each).suffix not in WEIGHT_SUFFIXES]
+            folders[:] = [folder for folder in folders if folder not in written and not folder.startswith(".")]
+            files = [file for file in files if Path(file).suffix not in WEIGHT_SUFFIXES]
         (target / relative).mkdir(parents=True, exist_ok=True)
         for name in files:
             to = target / relative / name

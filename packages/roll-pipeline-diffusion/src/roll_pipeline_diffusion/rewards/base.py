@@ -87,19 +87,21 @@ class DifferentiableReward(ImageReward):
     def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
         import torch
 
-        found: list[Reward] = []
+        rewards: list[Reward] = []
         for start in range(0, len(images), IMAGES_AT_ONCE):
             part = slice(start, start + IMAGES_AT_ONCE)
-            given = [self.row_arrays(prompt, row) for prompt, row in zip(prompts[part], rows[part], strict=True)]
-            arrays = {name: torch.from_numpy(np.stack([each[name] for each in given])) for name in given[0]}
+            inputs = [self.row_arrays(prompt, row) for prompt, row in zip(prompts[part], rows[part], strict=True)]
+            arrays = {
+                name: torch.from_numpy(np.stack([row_inputs[name] for row_inputs in inputs])) for name in inputs[0]
+            }
             pixels = torch.from_numpy(np.array(images[part])).to(self.device).float().movedim(-1, 1) / 255
             with torch.no_grad():
-                values = self.score_tensor(pixels, {name: each.to(self.device) for name, each in arrays.items()})
+                values = self.score_tensor(pixels, {name: tensor.to(self.device) for name, tensor in arrays.items()})
             if not isinstance(values, torch.Tensor) or tuple(values.shape) != (len(pixels),):
                 shape = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
                 raise ContractError(f"returned {shape} for {len(pixels)} images, expected a tensor [{len(pixels)}]")
-            found += [Reward(value=each) for each in values.float().tolist()]
-        return found
+            rewards += [Reward(value=value) for value in values.float().tolist()]
+        return rewards
 
     device: str = "cpu"
     """Device of `load`."""
@@ -118,7 +120,7 @@ class ImageRewards:
     def __init__(self, configs: Mapping[str, RewardConfig], device: str = "cpu") -> None:
         """`configs` are `ImageRewardConfig`: the schema of `reward_flow` refuses rewards of text."""
         self.configs: dict[str, ImageRewardConfig] = {
-            name: each for name, each in configs.items() if isinstance(each, ImageRewardConfig)
+            name: config for name, config in configs.items() if isinstance(config, ImageRewardConfig)
         }
         self.device = device
         self.id = uuid4().hex
@@ -159,10 +161,10 @@ class ImageRewards:
         frames = images.shape[1] if images.ndim == 5 and config.frames == "mean" else 1
         if frames > 1 or (images.ndim == 5 and config.frames == "mean"):
             images = images.reshape(-1, *images.shape[2:])
-        many = [each for each in prompts for _ in range(frames)], [each for each in rows for _ in range(frames)]
+        many = [prompt for prompt in prompts for _ in range(frames)], [row for row in rows for _ in range(frames)]
         where = _where(name, config)
         try:
-            found = reward.score_images(images, *many)
+            results = reward.score_images(images, *many)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         except ContractError as error:
@@ -170,11 +172,11 @@ class ImageRewards:
         except Exception as error:  # code of a plugin, or of the user
             reason = str(error) if isinstance(error, RewardFailure) else _describe(error)
             return [Reward(value=None, failure=f"{where}: {reason}")] * len(prompts)
-        if not isinstance(found, list | tuple) or len(found) != len(images):
-            size = f"{len(found)} rewards" if isinstance(found, list | tuple) else type(found).__name__
+        if not isinstance(results, list | tuple) or len(results) != len(images):
+            size = f"{len(results)} rewards" if isinstance(results, list | tuple) else type(results).__name__
             raise ContractError(f"{where} returned {size} for {len(images)} images, expected a list with one each")
-        checked = [_checked(each, where) for each in found]
-        return [_mean(checked[at : at + frames]) for at in range(0, len(checked), frames)]
+        checked = [_checked(result, where) for result in results]
+        return [_mean(checked[start : start + frames]) for start in range(0, len(checked), frames)]
 
 
 @lru_cache(maxsize=2)
@@ -194,10 +196,10 @@ class DifferentiableRewards:
         arrays = {}
         for name, config in self.rewards.configs.items():
             try:
-                found = self._reward(name).row_arrays(prompt, row)
+                inputs = self._reward(name).row_arrays(prompt, row)
             except DataError as error:
                 raise DataError(f"{_where(name, config)}: {error}") from error
-            arrays.update({f"reward.{name}.{key}": each for key, each in found.items()})
+            arrays.update({f"reward.{name}.{key}": array for key, array in inputs.items()})
         return arrays
 
     def __call__(self, pixels: Tensor, batch: ModuleBatch) -> Tensor:
@@ -211,21 +213,23 @@ class DifferentiableRewards:
         total = torch.zeros(rows, device=pixels.device)
         for name, config in self.rewards.configs.items():
             prefix, frames = f"reward.{name}.", 1
-            arrays = {key.removeprefix(prefix): each for key, each in batch.tensors.items() if key.startswith(prefix)}
-            given = unit
+            arrays = {
+                key.removeprefix(prefix): tensor for key, tensor in batch.tensors.items() if key.startswith(prefix)
+            }
+            images = unit
             if unit.dim() == 5 and config.frames == "mean":
                 frames = unit.shape[2]
-                given = unit.transpose(1, 2).flatten(0, 1)
-                arrays = {key: each.repeat_interleave(frames, 0) for key, each in arrays.items()}
+                images = unit.transpose(1, 2).flatten(0, 1)
+                arrays = {key: tensor.repeat_interleave(frames, 0) for key, tensor in arrays.items()}
             where = _where(name, config)
             reward = self._reward(name, str(pixels.device))
             try:
-                values = reward.score_tensor(given, arrays)
+                values = reward.score_tensor(images, arrays)
             except Exception as error:  # code of a plugin, or of the user
                 raise ContractError(f"{where}: {_describe(error)}") from error
             if not isinstance(values, torch.Tensor) or tuple(values.shape) != (rows * frames,):
-                found = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-                raise ContractError(f"{where} returned {found}, expected a tensor [{rows * frames}]")
+                returned = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+                raise ContractError(f"{where} returned {returned}, expected a tensor [{rows * frames}]")
             if pixels.requires_grad and not values.requires_grad:
                 raise ContractError(f"{where} returned values without gradients: it must not detach the pixels")
             if not values.detach().isfinite().all():
@@ -250,30 +254,32 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _checked(found: Any, where: str) -> Reward:
+def _checked(reward: Any, where: str) -> Reward:
     """A reward whose value and details are finite, otherwise a failure. Raises `ContractError` for another type."""
-    if not isinstance(found, Reward):
-        raise ContractError(f"{where} returned {type(found).__name__}, expected a Reward")
-    numbers = {"its value": found.value, **{f"detail {key}": each for key, each in found.detail.items()}}
-    for what, each in numbers.items():
-        if each is not None and not isinstance(each, str) and not math.isfinite(each):
-            return Reward(value=None, failure=f"{where}: {what} is {each}")
-    if found.failure or found.value is None:
-        return Reward(value=None, failure=f"{where}: {found.failure or 'no value and no failure'}", detail=found.detail)
-    return found
+    if not isinstance(reward, Reward):
+        raise ContractError(f"{where} returned {type(reward).__name__}, expected a Reward")
+    numbers = {"its value": reward.value, **{f"detail {key}": number for key, number in reward.detail.items()}}
+    for what, number in numbers.items():
+        if number is not None and not isinstance(number, str) and not math.isfinite(number):
+            return Reward(value=None, failure=f"{where}: {what} is {number}")
+    if reward.failure or reward.value is None:
+        return Reward(
+            value=None, failure=f"{where}: {reward.failure or 'no value and no failure'}", detail=reward.detail
+        )
+    return reward
 
 
 def _mean(frames: Sequence[Reward]) -> Reward:
     """The mean of the frames of a video; a failure if one of them is."""
     if len(frames) == 1:
         return frames[0]
-    failed = next((each for each in frames if each.failed), None)
+    failed = next((reward for reward in frames if reward.failed), None)
     if failed is not None:
         return failed
-    keys = set.intersection(*(set(each.detail) for each in frames))
+    keys = set.intersection(*(set(reward.detail) for reward in frames))
     detail: dict[str, float | str] = {}
     for key in sorted(keys):
-        values = [each.detail[key] for each in frames]
-        numbers = [each for each in values if not isinstance(each, str)]
+        values = [reward.detail[key] for reward in frames]
+        numbers = [value for value in values if not isinstance(value, str)]
         detail[key] = sum(numbers) / len(numbers) if len(numbers) == len(values) else str(values[0])
-    return Reward(value=sum(each.value or 0.0 for each in frames) / len(frames), detail=detail)
+    return Reward(value=sum(reward.value or 0.0 for reward in frames) / len(frames), detail=detail)

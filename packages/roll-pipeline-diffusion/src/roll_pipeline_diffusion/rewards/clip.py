@@ -66,9 +66,9 @@ class _Clip(DifferentiableReward):
             pixels = interpolate(pixels, shape, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
         top, left = (pixels.shape[-2] - size) // 2, (pixels.shape[-1] - size) // 2
         pixels = pixels[..., top : top + size, left : left + size].float()
-        mean, std = (pixels.new_tensor(each).view(3, 1, 1) for each in (self.mean, self.std))
-        found = self.model.vision_model(pixel_values=(pixels - mean) / std).pooler_output
-        return normalize(self.model.visual_projection(found), dim=-1)
+        mean, std = (pixels.new_tensor(channels).view(3, 1, 1) for channels in (self.mean, self.std))
+        features = self.model.vision_model(pixel_values=(pixels - mean) / std).pooler_output
+        return normalize(self.model.visual_projection(features), dim=-1)
 
 
 class ClipScoreReward(_Clip):
@@ -97,9 +97,9 @@ class ClipScoreReward(_Clip):
 
         if prompt not in self.texts:
             limit = self.model.config.text_config.max_position_embeddings
-            given = self.tokenizer([prompt], truncation=True, max_length=limit, return_tensors="pt").to(self.device)
+            tokens = self.tokenizer([prompt], truncation=True, max_length=limit, return_tensors="pt").to(self.device)
             with torch.no_grad():
-                text = self.model.text_model(input_ids=given.input_ids, attention_mask=given.attention_mask)
+                text = self.model.text_model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
                 embedding = normalize(self.model.text_projection(text.pooler_output), dim=-1)
             self.texts[prompt] = embedding[0].float().cpu().numpy()
         return {"text": self.texts[prompt]}
@@ -144,7 +144,7 @@ def _read_head(file: Path) -> list[tuple[Tensor, Tensor]]:
             state = torch.load(file, map_location="cpu", weights_only=True)
         names = sorted(
             (name.removesuffix(".weight") for name in state if name.endswith(".weight")),
-            key=lambda name: [int(each) for each in re.findall(r"\d+", name)],
+            key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)],
         )
         layers = [(state[f"{name}.weight"].float(), state[f"{name}.bias"].float()) for name in names]
     except Exception as error:  # torch and safetensors raise many classes for bad files

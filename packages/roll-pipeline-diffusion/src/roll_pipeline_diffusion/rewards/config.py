@@ -68,10 +68,12 @@ class ImageRewardConfig(RewardConfig):
     def _keys_have_an_effect(self) -> ImageRewardConfig:
         # A saved config contains every default explicitly, so only other values count as given.
         fields = RewardConfig.model_fields
-        given = [key for key in self.unread if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
-        if given:
+        unused = [
+            key for key in self.unread if getattr(self, key) != fields[key].get_default(call_default_factory=True)
+        ]
+        if unused:
             raise ValueError(
-                f"{given[0]} has no effect with reward: {self.reward}, remove it: it scores all images, in the process"
+                f"{unused[0]} has no effect with reward: {self.reward}, remove it: it scores all images, in the process"
                 " of the run"
             )
         return self
@@ -225,8 +227,8 @@ class ImageFunctionConfig(ImageRewardConfig):
     def check_code(self, columns: Collection[str] | None, timeout_s: float) -> Mapping[str, str]:
         missing = [] if columns is None else [name for name in self.numbers if name not in columns]
         if missing:
-            found = ", ".join(sorted(columns or ()))
-            return {"numbers": f"the rows have no column {missing[0]!r}, only {found}"}
+            present = ", ".join(sorted(columns or ()))
+            return {"numbers": f"the rows have no column {missing[0]!r}, only {present}"}
         return _uncallable(self.function, self.parameters, "function", timeout_s)
 
 
@@ -261,8 +263,8 @@ class ImageHttpConfig(ImageRewardConfig):
 
 
 def _missing(path: str, file: str, key: str) -> dict[str, str]:
-    found = Path(path).expanduser() / file
-    return {} if found.is_file() else {key: f"{found} does not exist: download the weights first"}
+    weights = Path(path).expanduser() / file
+    return {} if weights.is_file() else {key: f"{weights} does not exist: download the weights first"}
 
 
 def _uncallable(function: str, parameters: tuple[str, ...], key: str, timeout_s: float) -> dict[str, str]:

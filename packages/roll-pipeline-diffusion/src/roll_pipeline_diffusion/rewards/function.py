@@ -51,20 +51,22 @@ class FunctionReward(DifferentiableReward):
 
     @override
     def score_tensor(self, pixels: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
-        found: Tensor = self.function(pixels, dict(arrays))
-        return found
+        scores: Tensor = self.function(pixels, dict(arrays))
+        return scores
 
     @override
     def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
         if self.config.differentiable:
-            found: Sequence[Reward] = self.calls(lambda: DifferentiableReward.score_images(self, images, prompts, rows))
-            return found
+            rewards: Sequence[Reward] = self.calls(
+                lambda: DifferentiableReward.score_images(self, images, prompts, rows)
+            )
+            return rewards
         values = self.calls(lambda: self.function(images, list(prompts), list(rows)))
         try:
             listed = list(values)
         except TypeError as error:
             raise ContractError(f"returned {type(values).__name__}, expected a value for each image") from error
-        return [_reward(each) for each in listed]
+        return [_reward(result) for result in listed]
 
 
 class TextReward(ImageReward):
@@ -82,9 +84,9 @@ class TextReward(ImageReward):
 
     @override
     def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
-        wanted = [self._wanted(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        found = self.calls(lambda: [self.reader(each) for each in images])
-        return [_compare(read, text) for read, text in zip(found, wanted, strict=True)]
+        targets = [self._wanted(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        texts = self.calls(lambda: [self.reader(image) for image in images])
+        return [_compare(read, text) for read, text in zip(texts, targets, strict=True)]
 
     def _wanted(self, prompt: str, row: Row) -> str:
         text = row.get(self.config.text)
@@ -106,14 +108,14 @@ def _rapidocr() -> Callable[..., Any]:
 
 def read_text(image: NDArray[np.uint8]) -> str:
     """Text in an image, `[H, W, 3]`, by RapidOCR, whose wheel contains its weights. Boxes are joined by blanks."""
-    found = _rapidocr()(np.ascontiguousarray(image[..., ::-1]))  # the library expects BGR
-    return " ".join(found.txts or ())
+    recognized = _rapidocr()(np.ascontiguousarray(image[..., ::-1]))  # the library expects BGR
+    return " ".join(recognized.txts or ())
 
 
-def _compare(read: Any, wanted: str) -> Reward:
+def _compare(read: Any, target: str) -> Reward:
     if not isinstance(read, str):
         raise ContractError(f"the reader returned {type(read).__name__}, expected str")
-    one, other = _letters(read), _letters(wanted)
+    one, other = _letters(read), _letters(target)
     return Reward(value=max(0.0, 1 - edit_distance(one, other) / len(other)), detail={"read": read[:200]})
 
 
@@ -126,8 +128,8 @@ def edit_distance(one: str, other: str) -> int:
     before = list(range(len(other) + 1))
     for row, letter in enumerate(one, 1):
         now = [row]
-        for column, wanted in enumerate(other, 1):
-            now.append(min(before[column] + 1, now[-1] + 1, before[column - 1] + (letter != wanted)))
+        for column, other_letter in enumerate(other, 1):
+            now.append(min(before[column] + 1, now[-1] + 1, before[column - 1] + (letter != other_letter)))
         before = now
     return before[-1]
 
@@ -188,46 +190,47 @@ class _Deadline:
         if not results:
             self._hanging.append(thread)
             raise RewardFailure(f"scoring exceeded timeout_s {self._timeout_s:g} s")
-        found, error = results[0]
+        result, error = results[0]
         if isinstance(error, Exception):
             raise error
         if error is not None:  # such as SystemExit, which must not end the run
             raise RewardFailure(f"{type(error).__name__}: {error_text(error)}") from error
-        return found
+        return result
 
 
-def _reward(found: Any) -> Reward:
+def _reward(result: Any) -> Reward:
     """A function's value: a number, a `Reward`, or a dict with `value` or `failure` and details."""
-    if isinstance(found, Reward):
-        return found
-    if isinstance(found, dict):
-        detail = {str(key): each for key, each in found.items() if key not in ("value", "failure")}
+    if isinstance(result, Reward):
+        return result
+    if isinstance(result, dict):
+        detail = {str(key): number for key, number in result.items() if key not in ("value", "failure")}
         detail = {
-            key: each if isinstance(each, str) else _number(each, f"detail {key!r}") for key, each in detail.items()
+            key: number if isinstance(number, str) else _number(number, f"detail {key!r}")
+            for key, number in detail.items()
         }
-        if found.get("failure") or found.get("value") is None:
+        if result.get("failure") or result.get("value") is None:
             return Reward(
-                value=None, failure=str(found.get("failure") or "the function returned no value"), detail=detail
+                value=None, failure=str(result.get("failure") or "the function returned no value"), detail=detail
             )
-        return Reward(value=_number(found["value"], "value"), detail=detail)
-    return Reward(value=_number(found, "value"))
+        return Reward(value=_number(result["value"], "value"), detail=detail)
+    return Reward(value=_number(result, "value"))
 
 
-def _number(found: Any, what: str) -> float:
-    if hasattr(found, "item") and getattr(found, "ndim", None) == 0:
-        found = found.item()  # numpy's and torch's scalars
-    if not isinstance(found, numbers.Real):
-        raise ContractError(f"returned {type(found).__name__} as {what}, expected a number, a Reward or a dict")
-    return float(found)
+def _number(number: Any, what: str) -> float:
+    if hasattr(number, "item") and getattr(number, "ndim", None) == 0:
+        number = number.item()  # numpy's and torch's scalars
+    if not isinstance(number, numbers.Real):
+        raise ContractError(f"returned {type(number).__name__} as {what}, expected a number, a Reward or a dict")
+    return float(number)
 
 
 def _numbers(name: str, row: Row) -> NDArray[np.generic]:
     try:
-        found = np.asarray(row[name], np.float32)
+        array = np.asarray(row[name], np.float32)
     except KeyError:
         raise DataError(f"a row has no column {name!r}, only {', '.join(sorted(row))}") from None
     except (TypeError, ValueError) as error:
         raise DataError(f"column {name!r} is {row[name]!r}, expected numbers") from error
-    if not np.isfinite(found).all():
+    if not np.isfinite(array).all():
         raise DataError(f"column {name!r} is {row[name]!r}, expected finite numbers")
-    return found
+    return array

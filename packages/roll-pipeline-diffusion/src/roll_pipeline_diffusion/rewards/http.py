@@ -39,16 +39,16 @@ class HttpReward(ImageReward):
     @override
     def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
         size = self.config.batch_size
-        found: list[Reward] = []
+        rewards: list[Reward] = []
         for start in range(0, len(images), size):
             part = slice(start, start + size)
-            found += self._score(images[part], prompts[part], rows[part])
-        return found
+            rewards += self._score(images[part], prompts[part], rows[part])
+        return rewards
 
     def _score(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> list[Reward]:
         columns = self.config.row_columns
         message = {
-            "images": [[_png(frame) for frame in each] if each.ndim == 4 else _png(each) for each in images],
+            "images": [[_png(frame) for frame in image] if image.ndim == 4 else _png(image) for image in images],
             "prompts": list(prompts),
             "rows": [{name: row.get(name) for name in columns} for row in rows],
         }
@@ -60,7 +60,7 @@ class HttpReward(ImageReward):
                 raise RewardFailure(f"{self.config.url}: {count} for {len(images)} images")
         except (RewardFailure, ValueError) as error:
             return [Reward(value=None, failure=str(error))] * len(images)
-        return [_reward(each) for each in scores]
+        return [_reward(score) for score in scores]
 
     def _post_with_retries(self, data: bytes) -> Any:
         for attempt in range(self.config.max_retries + 1):
@@ -97,28 +97,28 @@ class HttpReward(ImageReward):
         except (OSError, ValueError, HTTPException) as error:
             raise _TemporaryFailure(f"{url}: {type(error).__name__}: {error}") from error
         try:
-            found = json.loads(body)
+            parsed = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise RewardFailure(f"{url}: the reply is not JSON: {body[:100]!r}") from error
-        return found.get("scores") if isinstance(found, dict) else None
+        return parsed.get("scores") if isinstance(parsed, dict) else None
 
 
 class _TemporaryFailure(RewardFailure):
     """A failure that may not happen again."""
 
 
-def _reward(found: Any) -> Reward:
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        return Reward(value=float(found))
-    if isinstance(found, dict):
-        value, detail = found.get("value"), found.get("detail")
+def _reward(score: Any) -> Reward:
+    if isinstance(score, int | float) and not isinstance(score, bool):
+        return Reward(value=float(score))
+    if isinstance(score, dict):
+        value, detail = score.get("value"), score.get("detail")
         detail = detail if isinstance(detail, dict) else {}
-        plain = {str(name): each for name, each in detail.items() if isinstance(each, int | float | str)}
-        if found.get("failure"):  # also beside a value, which it makes doubtful
-            return Reward(value=None, failure=str(found["failure"])[:500], detail=plain)
+        plain = {str(name): number for name, number in detail.items() if isinstance(number, int | float | str)}
+        if score.get("failure"):  # also beside a value, which it makes doubtful
+            return Reward(value=None, failure=str(score["failure"])[:500], detail=plain)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return Reward(value=float(value), detail=plain)
-    return Reward(value=None, failure=f"the endpoint returned {found!r:.200}, expected a number or value or failure")
+    return Reward(value=None, failure=f"the endpoint returned {score!r:.200}, expected a number or value or failure")
 
 
 def _png(image: Images) -> str:

@@ -41,13 +41,13 @@ class ColorReward(DifferentiableReward):
 
     @override
     def row_arrays(self, prompt: str, row: Row) -> Mapping[str, NDArray[np.generic]]:
-        given = row.get("color") if self.config.color is None else self.config.color
+        rgb = row.get("color") if self.config.color is None else self.config.color
         try:
-            color = np.asarray(given, np.float32)
+            color = np.asarray(rgb, np.float32)
         except (TypeError, ValueError) as error:
-            raise DataError(f"column 'color' is {given!r}, expected three numbers") from error
+            raise DataError(f"column 'color' is {rgb!r}, expected three numbers") from error
         if color.shape != (3,) or not ((color >= 0) & (color <= 1)).all():
-            raise DataError(f"column 'color' is {given!r}, expected red, green and blue from 0 to 1")
+            raise DataError(f"column 'color' is {rgb!r}, expected red, green and blue from 0 to 1")
         return {"color": color}
 
     @override
@@ -63,7 +63,7 @@ class JpegSizeReward(ImageReward):
 
     @override
     def score_images(self, images: Images, prompts: Sequence[str], rows: Sequence[Row]) -> Sequence[Reward]:
-        return [Reward(value=self._size(each) / 1000) for each in images]
+        return [Reward(value=self._size(image) / 1000) for image in images]
 
     def _size(self, image: Images) -> int:
         from PIL import Image

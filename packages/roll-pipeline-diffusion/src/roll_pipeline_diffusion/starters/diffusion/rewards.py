@@ -16,5 +16,5 @@ def color(pixels: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     `pixels` are `[B, 3, height, width]` in [0, 1]. `columns` has the columns of the rows that `numbers` names, here
     `color` `[B, 3]`. Operations of torch keep the reward differentiable.
     """
-    wanted = columns["color"].to(pixels)[:, :, None, None]
-    return 1 - (pixels - wanted).abs().mean(dim=(1, 2, 3))
+    target = columns["color"].to(pixels)[:, :, None, None]
+    return 1 - (pixels - target).abs().mean(dim=(1, 2, 3))
