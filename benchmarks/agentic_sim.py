@@ -55,7 +55,7 @@ from roll_pipeline_agentic.config import AgenticEnvConfig
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
 from roll_pipeline_agentic.tool_calls import ParsedReply
-from roll_testing.simulation import SimulatedReplies, Speed, VirtualTimeLoop
+from shared_tests.simulation import SimulatedReplies, Speed, VirtualTimeLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

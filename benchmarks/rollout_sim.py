@@ -2,7 +2,7 @@
 
     ./run bench rollout_sim [--workload rlvr|agentic] [--accelerators 8,64,512,4096] [--steps N]
 
-Scheduler, request queue and router are those of every run; engines are simulated (`roll_testing.simulation`):
+Scheduler, request queue and router are those of every run; engines are simulated (`shared_tests.simulation`):
 continuous batching whose steps take longer the more rows there are, prefill that holds them up. What they draw is
 either single answers with a long tail of lengths or trajectories of agents (`sim_workloads`). The load grows with the
 machine. The bound is the work of a step divided by what all accelerators do:
@@ -45,14 +45,14 @@ from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.pipeline import RolloutPlan
 from roll_core.spec.rollout import Prompt
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.simulation import VirtualTimeLoop
+from shared_tests.simulation import VirtualTimeLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sim_workloads import AgentLoad, Answers, Load, Trajectories, Work
 
-    from roll_testing.simulation import SimulatedEngine
+    from shared_tests.simulation import SimulatedEngine
 
     AnyLoad = Load | AgentLoad
 

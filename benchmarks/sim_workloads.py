@@ -3,7 +3,7 @@
 **rlvr.** Answers with a long tail of lengths, 16 to a prompt.
 
 **agentic.** One request to the scheduler is one trajectory of turns (there is no pipeline for agents yet, so turns and
-environments are inside the simulated engine, `roll_testing.simulated_agents`): a turn is drawn, the environment
+environments are inside the simulated engine, `shared_tests.simulated_agents`): a turn is drawn, the environment
 works, its observation is computed, the next turn is drawn. Shapes and their sources:
 
 * groups of 8, at most 60 turns of at most 2,048 drawn tokens, at most 32,768 tokens in all: alibaba/ROLL's public
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_testing.simulated_agents import Environments, SimulatedAgents, Trajectory
-from roll_testing.simulation import SimulatedEngine, Speed
+from shared_tests.simulated_agents import Environments, SimulatedAgents, Trajectory
+from shared_tests.simulation import SimulatedEngine, Speed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

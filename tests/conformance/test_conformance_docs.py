@@ -12,7 +12,6 @@ from roll_testing import (
     ExecutorConformance,
     InferStrategyConformance,
     PlatformConformance,
-    RecordingConformance,
     TrainStrategyConformance,
     WeightTransportConformance,
 )
@@ -27,7 +26,7 @@ ENGINES, _, REST = REST.partition("\n## Is my platform right?\n")
 PLATFORMS, _, REST = REST.partition("\n## Is my weight transport right?\n")
 TRANSPORTS, _, REST = REST.partition("\n## Is my executor right?\n")
 EXECUTORS, _, REST = REST.partition("\n## Is my environment right?\n")
-ENVIRONMENTS, _, ENDPOINTS = REST.partition("\n## Is my recording endpoint right?\n")
+ENVIRONMENTS, _, _ = REST.partition("\n## Are my smaller parts right?\n")
 KITS = [
     (STRATEGIES, TrainStrategyConformance),
     (ENGINES, InferStrategyConformance),
@@ -35,7 +34,6 @@ KITS = [
     (TRANSPORTS, WeightTransportConformance),
     (EXECUTORS, ExecutorConformance),
     (ENVIRONMENTS, EnvironmentConformance),
-    (ENDPOINTS, RecordingConformance),
 ]
 INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "oracle"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}

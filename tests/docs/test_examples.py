@@ -763,38 +763,6 @@ def test_the_pages_suite_passes_for_an_environment_that_is_right(tmp_path):
     assert len(set(kit(tmp_path, "test_page", WALK + suite))) == 11
 
 
-ENDPOINT = """
-from roll_pipeline_agentic.recording import Limits, Recorder
-from roll_pipeline_agentic.recording_server import RecordingServer
-
-
-class MyEndpoint:
-    def __init__(self, context, encoder, *, calls, tokens):
-        self.recorder = Recorder(context, encoder, Limits(calls=calls, reply_tokens=64, tokens=tokens), key="0")
-        self.server = RecordingServer()
-
-    async def __aenter__(self):
-        await self.server.start()
-        self.session = self.server.session(self.recorder)
-        self.base_url, self.api_key = self.server.base_url, self.session.__enter__()
-        return self
-
-    async def finish(self):
-        self.session.__exit__(None, None, None)
-        return await self.recorder.finish(), self.recorder.problem
-
-    async def __aexit__(self, *error):
-        await self.recorder.finish()
-        await self.server.close()
-"""
-
-
-@pytest.mark.slow(ci=True)
-def test_the_pages_suite_passes_for_an_endpoint_that_is_right(tmp_path):
-    suite = example("docs/conformance.md", "RecordingConformance") + "\ndel RecordingConformance\n"
-    assert len(set(kit(tmp_path, "test_page", ENDPOINT + suite))) == 19
-
-
 def test_the_pipeline_of_a_package_trains_with_the_weights_of_its_rows(tmp_path, monkeypatch):
     page, package = "docs/plugins.md", tmp_path / "roll_pipeline_weighted"
     package.mkdir()

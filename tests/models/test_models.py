@@ -33,7 +33,7 @@ from roll_testing.bench import Case
 from roll_testing.infer.engine import Setup
 from roll_testing.kit import registry
 from roll_testing.ranks import RankHost, RanksFailedError, free_port
-from roll_testing.tiny_models import TYPES
+from shared_tests.tiny_models import TYPES
 
 ROOT = Path(__file__).parents[2]
 SGLANG_STAND_INS = [str(ROOT / "packages/roll-infer-sglang/tests/cpu"), str(ROOT / "tests/shared/stand_ins")]
@@ -100,7 +100,7 @@ TIMEOUT_S = 180.0
 @pytest.fixture(scope="module")
 def host():
     """Forks a process for each trial."""
-    preload = ["roll_testing.model_trials", "roll_testing.kit", "peft", "transformers.optimization"]
+    preload = ["shared_tests.model_trials", "roll_testing.kit", "peft", "transformers.optimization"]
     environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "PYTHONWARNINGS": "ignore"}
     if importlib.util.find_spec("deepspeed"):
         preload.append("deepspeed")

@@ -9,7 +9,7 @@ import numpy as np
 from roll_core.spec.pipeline import RolloutPlan
 from roll_core.spec.rollout import Prompt
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
+from shared_tests.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 
 PROMPT = np.arange(10)
 LONGEST = 400

@@ -9,7 +9,7 @@ from roll_core.errors import WorkerDiedError, WorkerHungError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_testing.errors import mentions
-from roll_testing.simulation import SimulatedEngine, Speed
+from shared_tests.simulation import SimulatedEngine, Speed
 
 FOR_EVER = 1e9
 

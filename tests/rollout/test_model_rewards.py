@@ -12,7 +12,7 @@ from roll_core.spec.config import ModelRewardConfig
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Sample
-from roll_testing.simulation import VirtualTimeLoop
+from shared_tests.simulation import VirtualTimeLoop
 
 CONFIG = ModelRewardConfig(
     reward="model",

@@ -15,7 +15,7 @@ from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import FINISHED, PAUSED
 from roll_core.types import Completion
 from roll_testing.errors import raises_error
-from roll_testing.simulation import SimulatedEngine, Speed
+from shared_tests.simulation import SimulatedEngine, Speed
 
 
 def check(completion, n):

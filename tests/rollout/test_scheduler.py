@@ -20,7 +20,7 @@ from roll_core.runtime.rollout.recording import array_from
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.types import Group, Reward, SamplingParams
 from roll_testing.errors import raises_error
-from roll_testing.simulation import SimulatedEngine, Speed
+from shared_tests.simulation import SimulatedEngine, Speed
 
 
 def fleet(count=3, **given):

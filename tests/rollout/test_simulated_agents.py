@@ -10,8 +10,8 @@ from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.pipeline import RolloutPlan
 from roll_core.spec.rollout import Prompt
 from roll_core.types import GenerateRequest, SamplingParams
-from roll_testing.simulated_agents import Environments, SimulatedAgents, Trajectory
-from roll_testing.simulation import Speed, VirtualTimeLoop
+from shared_tests.simulated_agents import Environments, SimulatedAgents, Trajectory
+from shared_tests.simulation import Speed, VirtualTimeLoop
 
 SPEED = Speed(base_s=0.02, row_s=0.001, prompt_token_s=0.01, max_rows=4)
 ALONE_S = 0.021

@@ -7,7 +7,7 @@ import pytest
 
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.errors import raises_error
-from roll_testing.simulation import SimulatedEngine, Speed, VirtualTimeLoop
+from shared_tests.simulation import SimulatedEngine, Speed, VirtualTimeLoop
 
 SPEED = Speed(base_s=0.02, row_s=0.001, prompt_token_s=0.01, max_rows=4)
 

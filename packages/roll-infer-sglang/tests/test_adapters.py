@@ -6,7 +6,7 @@ import pytest
 from sglang_on_a_cpu import ON_A_CPU, stood_in
 
 from roll_infer_sglang.config import SglangConfig
-from roll_testing.infer.adapted import Adapted, AdaptedTests
+from shared_tests.adapted_engine import Adapted, AdaptedTests
 
 pytestmark = pytest.mark.engine("sglang")
 

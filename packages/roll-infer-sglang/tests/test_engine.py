@@ -17,10 +17,10 @@ from sglang_on_a_cpu import ON_A_CPU, stood_in
 from roll_core.errors import ConfigError
 from roll_infer_sglang.config import SglangConfig
 from roll_testing.errors import raises_error
-from roll_testing.infer.holding import TOKEN_BYTES, HoldingTests
 from roll_testing.infer.interrupting import until_interrupted, was_whole
-from roll_testing.infer.live import Live, biased, request
 from shared_tests.continuing import check_that_it_goes_on
+from shared_tests.live_engine import Live, biased, request
+from shared_tests.loaded_engine import TOKEN_BYTES, LoadedEngineTests
 
 pytestmark = pytest.mark.engine("sglang")
 
@@ -34,7 +34,7 @@ def strategy():
     return SglangStrategy(SglangConfig.model_validate(CONFIG))
 
 
-class TestEngine(HoldingTests):
+class TestEngine(LoadedEngineTests):
     """One engine for all of them: starting one takes 30 s of CPU time."""
 
     cache_bytes = CACHE_BYTES

@@ -17,9 +17,9 @@ from roll_infer_sglang.config import SglangConfig
 from roll_modeling.lora import add_adapters
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
-from roll_testing.infer.holding import CLOSE, PROMPT, digests
 from roll_testing.infer.interrupting import until_interrupted, was_whole
-from roll_testing.infer.live import Live, request
+from shared_tests.live_engine import Live, request
+from shared_tests.loaded_engine import CLOSE, PROMPT, digests
 
 pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(900)]
 

@@ -13,7 +13,7 @@ from roll_infer_sglang.config import SglangConfig
 from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, server_arguments
 from roll_modeling.engine_files import engine_files
 from roll_testing.errors import raises_error
-from roll_testing.infer.live import biased
+from shared_tests.live_engine import biased
 
 LORA = LoraSpec(targets=("all-linear",), rank=5, alpha=10.0)
 

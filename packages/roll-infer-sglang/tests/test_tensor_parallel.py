@@ -10,8 +10,8 @@ import pytest
 from sglang_on_a_cpu import ON_A_CPU
 
 from roll_infer_sglang.config import SglangConfig
-from roll_testing.infer.holding import CLOSE, LONG, PROMPT, digests
-from roll_testing.infer.live import Live, biased
+from shared_tests.live_engine import Live, biased
+from shared_tests.loaded_engine import CLOSE, LONG, PROMPT, digests
 
 pytestmark = [
     pytest.mark.slow,

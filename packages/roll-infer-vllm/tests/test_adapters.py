@@ -6,7 +6,7 @@ import pytest
 from vllm_live import CACHE
 
 from roll_infer_vllm.config import VllmConfig
-from roll_testing.infer.adapted import Adapted, AdaptedTests
+from shared_tests.adapted_engine import Adapted, AdaptedTests
 
 pytestmark = pytest.mark.engine("vllm")
 

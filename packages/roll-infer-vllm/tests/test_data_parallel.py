@@ -25,10 +25,10 @@ from roll_core.errors import CorruptTensorError, EngineDiedError, ModelError, Un
 from roll_core.runtime.weights.broadcaster import verify
 from roll_infer_vllm.sampling import sampling_params
 from roll_testing.errors import raises_error
-from roll_testing.infer.holding import CLOSE, digests
 from roll_testing.infer.interrupting import until_interrupted
-from roll_testing.infer.live import biased, request
 from shared_tests.engine_runs import BOUND, JUDGE, MIXTURE, finished_run, two_steps
+from shared_tests.live_engine import biased, request
+from shared_tests.loaded_engine import CLOSE, digests
 
 pytestmark = pytest.mark.engine("vllm")
 CONFIG = {**CACHE, "data_parallel_size": 2, "enable_expert_parallel": True}

@@ -27,16 +27,16 @@ from roll_core.spec.weights import digest, make_manifest
 from roll_infer_vllm.config import VllmConfig
 from roll_modeling.engine_files import engine_files
 from roll_testing.errors import raises_error
-from roll_testing.infer.holding import HoldingTests, digests
 from roll_testing.infer.interrupting import until_interrupted
-from roll_testing.infer.live import biased, request
 from shared_tests.continuing import check_that_it_goes_on
+from shared_tests.live_engine import biased, request
+from shared_tests.loaded_engine import LoadedEngineTests, digests
 
 pytestmark = pytest.mark.engine("vllm")
 WAIT_S = 60.0
 
 
-class TestEngine(HoldingTests):
+class TestEngine(LoadedEngineTests):
     """One engine for all of them: starting one takes 20 s of CPU time."""
 
     cache_bytes = CACHE_BYTES
@@ -297,7 +297,7 @@ OWNER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from vllm_live import start
-from roll_testing.infer.live import biased
+from shared_tests.live_engine import biased
 if __name__ == "__main__":
     live = start(biased())
     print("ready", flush=True)

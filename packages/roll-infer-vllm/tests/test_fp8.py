@@ -17,9 +17,9 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
-from roll_testing.infer.holding import LONG, PROMPT, digests
 from roll_testing.infer.interrupting import until_interrupted, was_whole
-from roll_testing.infer.live import Live, biased, request
+from shared_tests.live_engine import Live, biased, request
+from shared_tests.loaded_engine import LONG, PROMPT, digests
 
 pytestmark = pytest.mark.engine("vllm")
 CLOSE = 2e-4

@@ -35,9 +35,9 @@ from roll_modeling.engine_weights import ExpertsTensor
 from roll_modeling.lora import add_adapters
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
-from roll_testing.infer.holding import CLOSE, digests
 from roll_testing.infer.interrupting import until_interrupted
-from roll_testing.infer.live import request
+from shared_tests.live_engine import request
+from shared_tests.loaded_engine import CLOSE, digests
 
 pytestmark = pytest.mark.engine("vllm")
 CLOSE_BF16 = 0.1

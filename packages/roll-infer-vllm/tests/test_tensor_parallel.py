@@ -12,8 +12,8 @@ from roll_core.errors import WeightSyncError
 from roll_infer_vllm.config import VllmConfig
 from roll_modeling.buckets import BucketWriter
 from roll_testing.errors import raises_error
-from roll_testing.infer.holding import CLOSE, PROMPT, digests
-from roll_testing.infer.live import Live, biased
+from shared_tests.live_engine import Live, biased
+from shared_tests.loaded_engine import CLOSE, PROMPT, digests
 
 pytestmark = [
     pytest.mark.slow,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll_infer_vllm.config import VllmConfig
-from roll_testing.infer.live import Live
+from shared_tests.live_engine import Live
 
 CACHE_BYTES = 4 << 20
 CACHE = {"kv_cache_memory_bytes": CACHE_BYTES, "block_size": 32}

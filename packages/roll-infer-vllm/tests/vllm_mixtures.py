@@ -25,7 +25,7 @@ from roll_modeling.engine_files import engine_files
 from roll_modeling.engine_weights import ModelWeights
 from roll_modeling.model import load_model
 from roll_modeling.portable_state import router_buffers
-from roll_testing.infer.holding import digests
+from shared_tests.loaded_engine import digests
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 SIZES = {

@@ -41,7 +41,7 @@ from roll_pipeline_agentic.config import AgenticEnvConfig
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
 from roll_pipeline_agentic.recording_server import RecordingServer
-from roll_testing.simulation import SimulatedReplies, Speed, VirtualTimeLoop
+from shared_tests.simulation import SimulatedReplies, Speed, VirtualTimeLoop
 
 sys.path.insert(0, str(Path(__file__).parent))
 import failing_environments as failing

@@ -17,7 +17,7 @@ from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.recording import Limits, Recorder
 from roll_pipeline_agentic.recording_dialects import ChatCompletions
 from roll_pipeline_agentic.recording_server import RecordingServer
-from roll_testing.recording import ScriptedPolicy
+from shared_tests.recording_conformance import ScriptedPolicy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

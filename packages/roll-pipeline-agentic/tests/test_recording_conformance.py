@@ -16,7 +16,7 @@ from roll_core.types import Rollout
 from roll_pipeline_agentic.config import AgentEndpointConfig
 from roll_pipeline_agentic.recording import Limits, Recorder
 from roll_pipeline_agentic.recording_server import RecordingServer
-from roll_testing.recording import RecordingConformance
+from shared_tests.recording_conformance import RecordingConformance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

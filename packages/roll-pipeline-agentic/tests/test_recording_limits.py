@@ -19,7 +19,7 @@ from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.recording import Limits, Recorder
 from roll_pipeline_agentic.recording_dialects import DIALECTS
 from roll_pipeline_agentic.recording_server import MAX_BODY, RecordingServer
-from roll_testing.recording import ScriptedPolicy
+from shared_tests.recording_conformance import ScriptedPolicy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

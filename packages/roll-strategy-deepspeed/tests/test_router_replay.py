@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from roll_testing.models import QWEN3, write_checkpoint
-from roll_testing.replaying import check_replay
+from shared_tests.replaying import check_replay
 
 MIXTURE = QWEN3 | {
     "model_type": "qwen3_moe",

@@ -13,8 +13,8 @@ from roll_testing.bench import Case
 from roll_testing.errors import raises_error
 from roll_testing.losses import TRAINING
 from roll_testing.models import write_checkpoint
-from roll_testing.replaying import check_replay
 from roll_testing.train_kit import registry
+from shared_tests.replaying import check_replay
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from roll_strategy_megatron.packing import RoutedExperts
 from roll_testing.bench import Case, Split, built, outputs
-from roll_testing.replaying import WANT
+from shared_tests.replaying import WANT
 
 
 def take_experts(rank, case: Case, batch):

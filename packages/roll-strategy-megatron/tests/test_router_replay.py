@@ -28,7 +28,7 @@ from roll_strategy_megatron.packing import pack_for
 from roll_testing.bounds import check_near, check_rows
 from roll_testing.errors import raises_error
 from roll_testing.models import make_batch
-from roll_testing.replaying import WANT, on_hf_train, with_experts
+from shared_tests.replaying import WANT, on_hf_train, with_experts
 
 __all__ = ["run"]  # a fixture
 RECOMPUTED = {"checkpointing": True, "model": MIXTURE | FOUR}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.replicas import OnResult
     from roll_core.spec.infer import InferStrategy
     from roll_core.types import Completion
-    from roll_testing.infer.live import Live
+    from shared_tests.live_engine import Live
 
     Outcome = tuple[Completion, RequestQueue, "StrategyReplica", "StrategyReplica"]
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from roll_testing.pipelines import PipelineConformance
     from roll_testing.platforms import PlatformConformance
     from roll_testing.ranks import RankHost, RanksFailedError
-    from roll_testing.recording import RecordingConformance
     from roll_testing.reference import ReferenceModel, TransformersModel
     from roll_testing.rewards import RewardConformance, Scored
     from roll_testing.trackers import TrackerConformance
@@ -34,7 +33,6 @@ __all__ = [
     "PolicyLossConformance",
     "RankHost",
     "RanksFailedError",
-    "RecordingConformance",
     "ReferenceModel",
     "RewardConformance",
     "Scored",
@@ -58,7 +56,6 @@ _HOMES = {
     "PolicyLossConformance": "algorithms",
     "RankHost": "ranks",
     "RanksFailedError": "ranks",
-    "RecordingConformance": "recording",
     "ReferenceModel": "reference",
     "RewardConformance": "rewards",
     "Scored": "rewards",

@@ -6,5 +6,5 @@
     replicas   routing of requests and health checks of replicas
 
 All code runs on one event loop, uses only the loop's clock, and does not depend on an engine. The same code runs in
-virtual time on simulated engines (`roll_testing.simulation`).
+virtual time on simulated engines (`tests/shared`).
 """

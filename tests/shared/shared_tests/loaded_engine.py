@@ -16,7 +16,7 @@ import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
 from roll_testing.errors import raises_error
-from roll_testing.infer.live import Live, request
+from shared_tests.live_engine import Live, request
 
 if TYPE_CHECKING:
     from roll_core.types import WeightManifest
@@ -28,7 +28,7 @@ CLOSE = 1e-4
 """Bound on the difference of logprobs of the same weights in fp32."""
 
 
-class HoldingTests:
+class LoadedEngineTests:
     """Tests use the engine of the author's fixture `live`, and leave it with weights loaded."""
 
     cache_bytes: ClassVar[int]

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
-from roll_testing.simulation import SimulatedEngine, SimulatedRow
+from shared_tests.simulation import SimulatedEngine, SimulatedRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from roll_testing.simulation import Speed
+    from shared_tests.simulation import Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

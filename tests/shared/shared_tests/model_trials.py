@@ -32,7 +32,7 @@ from roll_testing.losses import LOSSES, TRAINING
 from roll_testing.models import MULTIMODAL, make_batch, write_checkpoint, write_multimodal
 from roll_testing.publishing import published
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.tiny_models import VOCABULARY, tiny_config
+from shared_tests.tiny_models import VOCABULARY, tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

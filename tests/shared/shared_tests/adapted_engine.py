@@ -25,7 +25,7 @@ from roll_testing.errors import raises_error
 from roll_testing.infer.adapters import merged, random_adapter
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from roll_testing.infer.kit import RANK
-from roll_testing.infer.live import Live, biased, request
+from shared_tests.live_engine import Live, biased, request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
