@@ -31,7 +31,9 @@ import yaml
 
 from roll_core.host import hostname
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(2400)]
+PROGRESS_S = 600
+"""Other tests may use the cores: a run of 20 s took 240 s beside seven busy programs on two cores."""
 
 MAKE_HOST = """
 hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$2" && ip link set lo up && echo ready &&
@@ -235,9 +237,9 @@ def start(runs, hosts: Hosts, config) -> subprocess.Popen:
 
 def ends(process: subprocess.Popen, code: int, folder: Path) -> str:
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=PROGRESS_S)
     except subprocess.TimeoutExpired:
-        pytest.fail(f"the run has not ended after 240 s\n{aborted(process, folder)}")
+        pytest.fail(f"the run has not ended after {PROGRESS_S} s\n{aborted(process, folder)}")
     assert process.returncode == code, output
     assert "Traceback" not in output
     return output
@@ -269,15 +271,17 @@ def output_of_aborted(process: subprocess.Popen) -> str:
 def test_a_run_that_loses_a_host_names_it_and_goes_on_with_what_is_left(local_runs, hosts):
     runs = local_runs
     config = runs.sft(executor="ray", num_gpus_per_node=1, save_steps=1, max_steps=10_000)
+    # Each of the two nodes counts all cores of this host as its own.
+    config["system_envs"] = {"OMP_NUM_THREADS": "1"}
     config["sft_train"] |= {"device_mapping": [0, 1]}
     config["sft_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
     process = start(runs, hosts, config)
     checkpoints = runs.folder / "output" / "sft" / "001" / "checkpoints"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PROGRESS_S
     while not list(checkpoints.glob("step-[2-9]*")):
         assert process.poll() is None, process.communicate()[0]
         if time.monotonic() > deadline:
-            pytest.fail(f"no second checkpoint after 240 s\n{aborted(process, runs.folder)}")
+            pytest.fail(f"no second checkpoint after {PROGRESS_S} s\n{aborted(process, runs.folder)}")
         time.sleep(0.1)
     hosts.lose()
     said = " ".join(ends(process, 1, runs.folder).split())
