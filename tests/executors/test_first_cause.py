@@ -38,7 +38,7 @@ def outcome(settle: Settle, ranks: int = 3, seconds: float = 30) -> list[Any]:
 
 def failed(error: Exception, at: float | None = None) -> CallFailed:
     return CallFailed(
-        Failure(error=error, summary=f"{type(error).__name__}: {error}", trace="trace", at=at or time.time())
+        Failure(error=error, summary=f"{type(error).__name__}: {error}", trace="trace", failed_at=at or time.time())
     )
 
 

@@ -168,7 +168,7 @@ def test_a_failure_brings_our_own_error_with_its_trace() -> None:
     error = GuardTrippedError("weights_unchanged", "nothing moved")
     error.trace = "there"
     with pytest.raises(CallFailed) as caught:
-        decode(WIRE, encode_failure(WIRE, Failure(error=error, summary="s", trace="t", at=1.5)))
+        decode(WIRE, encode_failure(WIRE, Failure(error=error, summary="s", trace="t", failed_at=1.5)))
     failure = caught.value.failure
     assert isinstance(failure.error, GuardTrippedError)
     assert (failure.error.args, failure.error.trace) == (error.args, "there")

@@ -40,7 +40,7 @@ def in_worker(act, method):
     """As a driver sees it that was sent the failure of a worker's method: the exception itself does not travel."""
     failure = Failure.of(caught(act))
     return located(
-        "actor_train", MEMBER, method, Failure(error=None, summary=failure.summary, trace=failure.trace, at=0)
+        "actor_train", MEMBER, method, Failure(error=None, summary=failure.summary, trace=failure.trace, failed_at=0)
     )
 
 

@@ -161,8 +161,8 @@ class ConfigError(RollError, ValueError):
     @property
     def problems(self) -> tuple[ConfigProblem, ...]:
         """All problems, in the order of the file."""
-        found: tuple[ConfigProblem, ...] = self.args[0]
-        return found
+        problems: tuple[ConfigProblem, ...] = self.args[0]
+        return problems
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def document_fields(module: str) -> None:
     """Append documentation of the fields to the docstrings of a module's dataclasses. Call it at the end of the module.
     The source is read only when a docstring is accessed."""
-    for each in vars(sys.modules[module]).values():
-        if isinstance(each, type) and each.__module__ == module and is_dataclass(each):
-            each.__doc__ = _Docstring(each.__doc__ or "")  # type: ignore[assignment]
+    for member in vars(sys.modules[module]).values():
+        if isinstance(member, type) and member.__module__ == module and is_dataclass(member):
+            member.__doc__ = _Docstring(member.__doc__ or "")  # type: ignore[assignment]
 
 
 class _Docstring:

@@ -70,7 +70,7 @@ def _memory_limit(group: Path, limit: str, usage: str, total: str) -> Iterator[t
         return
     counts = dict(line.partition(" ")[::2] for line in _text(group / "memory.stat").splitlines())
     of_files = [counts.get(f"{total}{state}_file", "") for state in ("active", "inactive")]
-    dropped = sum(int(each) for each in of_files if each.isdigit())
+    dropped = sum(int(number) for number in of_files if number.isdigit())
     yield int(allowed), max(0, int(used) - dropped) if used.isdigit() else 0
 
 
@@ -82,7 +82,7 @@ def _cgroups(controller: str) -> Iterator[Path]:
         if controller in controllers.split(","):
             top = CGROUPS / controllers
             here = top / path.lstrip("/")
-            yield from (each for each in (here, *here.parents) if each.is_relative_to(top))
+            yield from (folder for folder in (here, *here.parents) if folder.is_relative_to(top))
 
 
 def _text(path: Path) -> str:

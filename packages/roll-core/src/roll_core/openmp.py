@@ -34,8 +34,8 @@ def environment(present: Mapping[str, str]) -> dict[str, str]:
 
     GCC's OpenMP reads them once, when torch loads it.
     """
-    given = {name: present[name] for name in SPIN_VARIABLES if name in present}
-    return given or {"GOMP_SPINCOUNT": str(SPIN_ROUNDS)}
+    settings = {name: present[name] for name in SPIN_VARIABLES if name in present}
+    return settings or {"GOMP_SPINCOUNT": str(SPIN_ROUNDS)}
 
 
 def wanted_threads(variables: Mapping[str, str]) -> int:

@@ -145,7 +145,7 @@ class RewardPool:
                 if not self._children:
                     return self._new_child()
                 waited = time.monotonic() - started >= GROW_S
-                if waited and len(self._children) < self._size and all(each.ready for each in self._children):
+                if waited and len(self._children) < self._size and all(child.ready for child in self._children):
                     self._grow()
                 self._changed.wait(GROW_S)
         raise RewardFailure("the reward has been closed")
@@ -286,10 +286,10 @@ class _Child:
         if reply is None:
             raise RewardFailure(self._how_it_exited(doing))
         expected = (number, self._process.pid)
-        if (found := (reply.get("number"), reply.get("pid"))) != expected:
+        if (answered := (reply.get("number"), reply.get("pid"))) != expected:
             raise RewardFailure(
                 f"the reward process sent the reply of another job or process while {doing}: number and pid are"
-                f" {found}, expected {expected}; does the reward fork, or write to sockets that it did not open?"
+                f" {answered}, expected {expected}; does the reward fork, or write to sockets that it did not open?"
             )
         return reply
 

@@ -61,13 +61,13 @@ def main() -> None:
 
     def outcome(act: Callable[[], Any], number: int) -> bytes:
         try:
-            found = {"result": act()}
-            json.dumps(found)
+            reply = {"result": act()}
+            json.dumps(reply)
         except BaseException as error:  # third-party code: the parent reports it
-            found = failure_of(error, limit_mb)
+            reply = failure_of(error, limit_mb)
         if os.getpid() != pid:
             os._exit(0)  # the target forked and also returned here: only the first process replies
-        return encode({"number": number, "pid": pid, **found})
+        return encode({"number": number, "pid": pid, **reply})
 
     def load() -> Callable[..., Any]:
         module, _, attribute = hello["target"].partition(":")
@@ -123,7 +123,7 @@ def describe(error: BaseException) -> str:
     text = " ".join(error_text(error).split())[:500]
     if type(error).__name__ == "RewardFailure":
         return text or "the function gave no reason"
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     notes = "".join(f"; {' '.join(error_text(note).split())[:500]}" for note in getattr(error, "__notes__", ()))
     return f"{type(error).__name__}{': ' if text else ''}{text}{where}{notes}"

@@ -64,8 +64,8 @@ class HFInferConfig(StrategyConfig):
         check_tried(keys, __name__.partition(".")[0], "publish")
 
     @override
-    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
-        return key_problems(model_type, given)
+    def key_problems(self, model_type: str, overrides: Mapping[str, Any]) -> Mapping[str, str]:
+        return key_problems(model_type, overrides)
 
     @override
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:

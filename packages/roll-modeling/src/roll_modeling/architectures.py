@@ -210,11 +210,11 @@ def check_flat(keys: Mapping[str, Any]) -> None:
         raise ValueError(f"a model of type {keys['model_type']} requires padding: {reason}")
 
 
-def key_problems(model_type: str, given: Mapping[str, Any]) -> dict[str, str]:
+def key_problems(model_type: str, overrides: Mapping[str, Any]) -> dict[str, str]:
     """Mistakes in config keys of a `model_type`, by key; none for a type whose fields are not known here."""
     fields, doubt = _fields(model_type), _facts().doubt()
     problems: dict[str, str] = {}
-    for key, value in given.items() if fields else ():
+    for key, value in overrides.items() if fields else ():
         kinds = fields.get(key)
         if kinds is None:
             close = difflib.get_close_matches(key, fields, 1)

@@ -70,14 +70,14 @@ class HuggingFaceConfig(StrategyConfig):
         return self
 
     @override
-    def check_model_args(self, given: Mapping[str, Any]) -> None:
+    def check_model_args(self, model_args: Mapping[str, Any]) -> None:
         asked = [key for key in ("recompute_granularity", "activation_offloading") if getattr(self, key)]
-        if asked and given.get("disable_gradient_checkpointing") is True:
+        if asked and model_args.get("disable_gradient_checkpointing") is True:
             raise ValueError(
                 f"model_args.disable_gradient_checkpointing is true, which disables recomputation: remove it or"
                 f" {', '.join(asked)}"
             )
-        if self.torch_compile and given.get("load_in_4bit") is True:
+        if self.torch_compile and model_args.get("load_in_4bit") is True:
             raise ValueError("torch_compile does not compile layers of model_args.load_in_4bit: remove one of them")
 
     @override
@@ -88,12 +88,12 @@ class HuggingFaceConfig(StrategyConfig):
         )
 
     @override
-    def check_adapters(self, keys: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-        return check_lora(keys, type(self).__module__.partition(".")[0], given.get("lora_target"))
+    def check_adapters(self, keys: Mapping[str, Any], model_args: Mapping[str, Any]) -> str | None:
+        return check_lora(keys, type(self).__module__.partition(".")[0], model_args.get("lora_target"))
 
     @override
-    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
-        return key_problems(model_type, given)
+    def key_problems(self, model_type: str, overrides: Mapping[str, Any]) -> Mapping[str, str]:
+        return key_problems(model_type, overrides)
 
     @override
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:

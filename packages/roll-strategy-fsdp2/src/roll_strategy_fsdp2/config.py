@@ -141,13 +141,13 @@ class FSDP2Config(HuggingFaceConfig):
             check_tried(keys, package, "tensor_parallel")
 
     @override
-    def check_model_args(self, given: Mapping[str, Any]) -> None:
-        super().check_model_args(given)
+    def check_model_args(self, model_args: Mapping[str, Any]) -> None:
+        super().check_model_args(model_args)
         for key, size in (("tensor_model_parallel_size", self.tensor_model_parallel_size), ("ep_size", self.ep_size)):
             for kind in ("use_dora", "target_parameters", "load_in_4bit"):
-                if size > 1 and given.get(kind) and (key, kind) != ("ep_size", "use_dora"):
+                if size > 1 and model_args.get(kind) and (key, kind) != ("ep_size", "use_dora"):
                     raise ValueError(f"{key} is {size}, but model_args.{kind} needs whole weights: remove one of them")
-        attention = given.get("attn_implementation", "auto")
+        attention = model_args.get("attn_implementation", "auto")
         if self.context_size > 1 and attention not in ("auto", FLAT_ATTENTION):
             raise ValueError(self._needs_flat(f"attn_implementation: {attention} requires padding (set it to auto)"))
 

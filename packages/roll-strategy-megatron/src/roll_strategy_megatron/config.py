@@ -375,10 +375,10 @@ class MegatronConfig(StrategyConfig):
         return check_tried(keys, PACKAGE, "start", "forward", "step", "publish", "export")
 
     @override
-    def check_adapters(self, keys: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    def check_adapters(self, keys: Mapping[str, Any], model_args: Mapping[str, Any]) -> str | None:
         if keys.get("model_type") not in ARCHITECTURES:
             return None
-        return check_lora(keys, PACKAGE, given.get("lora_target"))
+        return check_lora(keys, PACKAGE, model_args.get("lora_target"))
 
     def _check_biased_experts(self, model_type: object) -> None:
         if model_type in BIASED_EXPERTS and (self.expert_tensor_parallel_size or self.tensor_model_parallel_size) > 1:
@@ -397,19 +397,19 @@ class MegatronConfig(StrategyConfig):
         if experts and self.trains:
             raise ValueError(f"training a model with experts {beside}; where it only scores, megatron_infer does not")
 
-    def check_model_args(self, given: Mapping[str, Any]) -> None:
+    def check_model_args(self, model_args: Mapping[str, Any]) -> None:
         """Raise `ValueError` for recomputation keys without gradient checkpointing, and for unsupported optimizer
         offload."""
         asked = [key for key in RECOMPUTATION if getattr(self, key)]
-        if asked and given.get("disable_gradient_checkpointing") is True:
+        if asked and model_args.get("disable_gradient_checkpointing") is True:
             raise ValueError(
                 f"model_args.disable_gradient_checkpointing is true, which disables recomputation: remove it"
                 f" or {', '.join(asked)}"
             )
         for key, instead in NO_ADAPTERS.items():
-            if given.get(key):
+            if model_args.get(key):
                 raise ValueError(f"model_args.{key} is not implemented on Megatron's layers: {instead}")
-        if self.optimizer_cpu_offload and (given.get("dtype") == "fp32" or given.get("lora_target")):
+        if self.optimizer_cpu_offload and (model_args.get("dtype") == "fp32" or model_args.get("lora_target")):
             raise ValueError(f"optimizer_cpu_offload is for {MASTERS_APART}")
 
     @override

@@ -139,7 +139,7 @@ def _follow(run: RunDir, console: Console) -> int:
             if held_out := {name: value for name, value in row.items() if name.startswith("val/")}:
                 console.evaluated(step, held_out)
             if step:
-                console.step(step, row, at=at)
+                console.step(step, row, ended_at=at)
         if over:
             break
         if outcome == "unknown" and time.monotonic() - opened > _RECORD_TIMEOUT_S:

@@ -97,7 +97,7 @@ class _Composition:
         source = self.source
         if "defaults" in source.data or _HEADER.search(source.text[:512]):
             cfg, parsed = self._with_fragments(overrides)
-        elif overrides or any(isinstance(each, str) and "${" in each for _, each in _leaves(source.data)):
+        elif overrides or any(isinstance(leaf, str) and "${" in leaf for _, leaf in _leaves(source.data)):
             cfg, parsed = self._create(), parse_overrides(overrides, (), self.problems)[0]
         else:
             return self._finish(deepcopy(_without_hydra(source.data)))
@@ -113,16 +113,16 @@ class _Composition:
         return self._finish(data)
 
     def _finish(self, data: Any) -> ComposedConfig:
-        broken = {path for path, each in _leaves(data) if each is _BROKEN or each == MISSING}
-        for path, each in _leaves(data):
-            if each == MISSING:
+        broken = {path for path, value in _leaves(data) if value is _BROKEN or value == MISSING}
+        for path, value in _leaves(data):
+            if value == MISSING:
                 message = "found ???, expected a value"
                 where = str(self.positions.value(path))
                 self.problems.append(ConfigProblem(where, ".".join(path), message, code="ROLL-C011"))
         # All layers are searched, since an override may have replaced a reference.
         layers = self.positions.layers if self.blocks else []
-        texts = (str(each.source.data if isinstance(each, FileLayer) else each.value) for each in layers)
-        referred = {re.split(r"[.\[]", found[2])[0] for text in texts for found in REFERENCE.finditer(text)}
+        texts = (str(layer.source.data if isinstance(layer, FileLayer) else layer.value) for layer in layers)
+        referred = {re.split(r"[.\[]", reference[2])[0] for text in texts for reference in REFERENCE.finditer(text)}
         return ComposedConfig(
             data,
             self.positions,
@@ -165,13 +165,13 @@ class _Composition:
                 loader = GlobalHydra.instance().config_loader()
                 search = self._search_path()
                 defaults = loader.compute_defaults_list(self.path.name, search, RunMode.RUN).defaults
-                choices = [each.override_key for each in defaults if each.override_key]
+                choices = [default.override_key for default in defaults if default.override_key]
                 values, chosen = parse_overrides(overrides, choices, self.problems)
                 if chosen:
                     defaults = loader.compute_defaults_list(self.path.name, [*search, *chosen], RunMode.RUN).defaults
-                paths = [each.path for each in loader.get_search_path().get_path()]
+                paths = [entry.path for entry in loader.get_search_path().get_path()]
             folders = [
-                Path(each.removeprefix("file://")) for each in paths if "://" not in each.removeprefix("file://")
+                Path(folder.removeprefix("file://")) for folder in paths if "://" not in folder.removeprefix("file://")
             ]
             layers = self._layers(defaults, folders + self.plugin_fragments.folders)
             cfg = _merge(layers)
@@ -189,22 +189,22 @@ class _Composition:
             return []
         stanza = self.source.data.get("hydra")
         named = stanza.get("searchpath") if isinstance(stanza, dict) else None
-        folders = [str(each) for each in named] if isinstance(named, list) else []
-        return [f"hydra.searchpath={[*folders, *(f'file://{each}' for each in self.plugin_fragments.folders)]}"]
+        folders = [str(folder) for folder in named] if isinstance(named, list) else []
+        return [f"hydra.searchpath={[*folders, *(f'file://{folder}' for folder in self.plugin_fragments.folders)]}"]
 
     def _layers(self, defaults: Sequence[Any], folders: list[Path]) -> list[FileLayer]:
         """One layer per file, in the order of merging."""
         layers: list[FileLayer] = []
         problems: list[ConfigProblem] = []
-        for each in defaults:
-            package = tuple(step for step in (each.package or "").split(".") if step)
-            if each.config_path is None or package[:1] == ("hydra",) or each.config_path.startswith("hydra/"):
+        for default in defaults:
+            package = tuple(step for step in (default.package or "").split(".") if step)
+            if default.config_path is None or package[:1] == ("hydra",) or default.config_path.startswith("hydra/"):
                 continue
-            name = each.config_path if each.config_path.endswith(".yaml") else f"{each.config_path}.yaml"
+            name = default.config_path if default.config_path.endswith(".yaml") else f"{default.config_path}.yaml"
             candidates = (Path(os.path.normpath(folder / name)) for folder in folders)
-            file = next((each.resolve() for each in candidates if each.is_file()), None)
+            file = next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
             if file is None:
-                problems.append(self._problem(f"fragment {each.config_path!r} is no file; fragments are files"))
+                problems.append(self._problem(f"fragment {default.config_path!r} is no file; fragments are files"))
                 continue
             if file not in self.sources:
                 shown = Path(os.path.relpath(file))
@@ -271,15 +271,17 @@ class _Composition:
         """Problem located at the item in `defaults:` that names the fragment, or at `defaults:` if another fragment
         names it."""
         folder = (self.path.parent / name).parent
-        files = sorted(each.stem for each in folder.glob("*.yaml")) if folder.is_dir() else []
+        files = sorted(file.stem for file in folder.glob("*.yaml")) if folder.is_dir() else []
         files += self.plugin_fragments.files
         close = closest(Path(name).stem, files)
         hint = f"did you mean {Path(name).with_name(close)}?" if close else f"there is no {name}.yaml"
-        at: KeyPath = next(((str(position),) for position, each in _fragments(self.source) if each == name), ())
-        return self._problem(f"there is no fragment {name!r}", at, self.plugin_fragments.why_not(name) or hint)
+        item_path: KeyPath = next(
+            ((str(position),) for position, fragment in _fragments(self.source) if fragment == name), ()
+        )
+        return self._problem(f"there is no fragment {name!r}", item_path, self.plugin_fragments.why_not(name) or hint)
 
-    def _problem(self, message: str, at: KeyPath = (), hint: str = "") -> ConfigProblem:
-        where = self.source.locate(("defaults", *at), key=not at)
+    def _problem(self, message: str, item_path: KeyPath = (), hint: str = "") -> ConfigProblem:
+        where = self.source.locate(("defaults", *item_path), key=not item_path)
         return ConfigProblem(where, "defaults", message, hint, code="ROLL-C023")
 
     # -- interpolations ------------------------------------------------------------------------------------------------
@@ -287,8 +289,8 @@ class _Composition:
     def _resolved(self, raw: Any, node: Any, path: KeyPath) -> Any:
         """`raw` with the interpolations of its values replaced. Each failed interpolation is one problem."""
         if isinstance(raw, dict):
-            return {key: self._item(each, node, key, (*path, str(key))) for key, each in raw.items()}
-        return [self._item(each, node, at, (*path, str(at))) for at, each in enumerate(raw)]
+            return {key: self._item(value, node, key, (*path, str(key))) for key, value in raw.items()}
+        return [self._item(value, node, i, (*path, str(i))) for i, value in enumerate(raw)]
 
     def _item(self, raw: Any, parent: Any, key: Any, path: KeyPath) -> Any:
         from omegaconf import Container, OmegaConf
@@ -413,8 +415,8 @@ def _fragments(source: Source) -> Iterator[tuple[int, str]]:
 def _leaves(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Path and value of everything that is no mapping or list."""
     if isinstance(data, (dict, list)):
-        for key, each in data.items() if isinstance(data, dict) else enumerate(data):
-            yield from _leaves(each, (*path, str(key)))
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _leaves(value, (*path, str(key)))
     else:
         yield path, data
 
@@ -434,7 +436,7 @@ def _malformed(source: Source) -> list[ConfigProblem]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    found: list[ConfigProblem] = []
+    problems: list[ConfigProblem] = []
     for path, text in _leaves(source.data):
         if isinstance(text, str) and "${" in text:
             try:
@@ -442,13 +444,13 @@ def _malformed(source: Source) -> list[ConfigProblem]:
             except OmegaConfBaseException:
                 message = f"found {text!r}, expected an interpolation"
                 hint = "a reference is written ${seed}; text with a literal ${ is written \\${"
-                found.append(ConfigProblem(source.locate(path), ".".join(path), message, hint, code="ROLL-C024"))
-    return found
+                problems.append(ConfigProblem(source.locate(path), ".".join(path), message, hint, code="ROLL-C024"))
+    return problems
 
 
 def _without_hydra(data: Mapping[str, Any]) -> dict[str, Any]:
     """The config without Hydra's own settings."""
-    return {key: each for key, each in data.items() if key != "hydra"}
+    return {key: value for key, value in data.items() if key != "hydra"}
 
 
 def _merge(layers: Sequence[FileLayer]) -> DictConfig:
@@ -457,7 +459,7 @@ def _merge(layers: Sequence[FileLayer]) -> DictConfig:
 
     merged: DictConfig = OmegaConf.create({})
     for layer in layers:
-        data = {key: each for key, each in _without_hydra(layer.data).items() if key != "defaults"}
+        data = {key: value for key, value in _without_hydra(layer.data).items() if key != "defaults"}
         part: DictConfig = OmegaConf.create(data)
         if layer.package:
             outer: DictConfig = OmegaConf.create({})

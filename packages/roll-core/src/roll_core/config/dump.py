@@ -28,8 +28,8 @@ def dump(config: RunConfig) -> str:
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
     """Keys and values of the config, as they are read from the YAML of `dump`."""
-    found: dict[str, Any] = _plain(config.model_dump(mode="python", serialize_as_any=True, warnings=False))
-    return found
+    values: dict[str, Any] = _plain(config.model_dump(mode="python", serialize_as_any=True, warnings=False))
+    return values
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -45,9 +45,9 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return escape(value) if isinstance(value, str) else value
 
 
@@ -55,7 +55,7 @@ def escape(text: str) -> str:
     """Escape `${` for OmegaConf, so that it is read literally."""
     if "${" not in text:
         return text
-    escaped = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
+    escaped = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
     # Backslashes at the very end would also be read as escapes when the text is parsed for interpolations.
     tail = len(escaped) - len(escaped.rstrip("\\"))
     return escaped + "\\" * tail

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def choose_executor(
-    registry: Registry, wanted: str, reason: str = "", *, environments: bool = False
+    registry: Registry, executor: str, reason: str = "", *, environments: bool = False
 ) -> ExecutorProvider:
     """Executor that the config names. For `auto`: the one with the highest priority that can run the config's roles.
 
@@ -28,14 +28,16 @@ def choose_executor(
     a role has its own Python environment. Raises `UnknownProviderError` if no installed executor can run them, and
     `ProviderConflictError` if two have the same highest priority.
     """
-    if wanted != AUTO:
-        return registry.find(ExecutorProvider, wanted)
-    found = [
-        each
-        for each in registry.providers(ExecutorProvider)
-        if each.priority > 0 and each.in_process != bool(reason) and (each.python_environments or not environments)
+    if executor != AUTO:
+        return registry.find(ExecutorProvider, executor)
+    able = [
+        provider
+        for provider in registry.providers(ExecutorProvider)
+        if provider.priority > 0
+        and provider.in_process != bool(reason)
+        and (provider.python_environments or not environments)
     ]
-    best = [each for each in found if each.priority == max(one.priority for one in found)]
+    best = [provider for provider in able if provider.priority == max(one.priority for one in able)]
     if not best:
         raise registry.no_part(ExecutorProvider, f"{reason}, which no installed executor supports")
     if len(best) > 1:
@@ -46,17 +48,17 @@ def choose_executor(
 
 def check_executor(parts: Parts, roles: Mapping[KeyPath, Mapping[Any, Any]]) -> None:
     """Check the choice of an executor, as far as the config shows it. `roles`: raw values by path."""
-    wanted = parts.data.get("executor", AUTO)
+    executor = parts.data.get("executor", AUTO)
     foreign = [path for path, role in roles.items() if role.get("environment") is not None]
-    if wanted == AUTO:
+    if executor == AUTO:
         several = [(path, key, why) for path, role in roles.items() for key, why in _several(role)]
         for path, key, why in several[:1]:
             try:
                 choose_executor(parts.registry, AUTO, f"{'.'.join(path)} {why}", environments=bool(foreign))
             except PluginError as error:
-                parts.found.append(plugin_finding((*path, key), error))
+                parts.findings.append(plugin_finding((*path, key), error))
         return
-    provider = parts.find(ExecutorProvider, wanted, ("executor",)) if isinstance(wanted, str) else None
+    provider = parts.find(ExecutorProvider, executor, ("executor",)) if isinstance(executor, str) else None
     if provider is not None and foreign and not provider.python_environments:
         names = ", ".join(".".join(path) for path in foreign)
         message = f"{provider.name} starts workers in the driver's Python environment, but {names} has its own"
@@ -67,23 +69,23 @@ def separate_processes_finding(
     registry: Registry, trainer: TrainProvider, engine: InferProvider, data: Mapping[Any, Any], at_engine: KeyPath
 ) -> Finding | None:
     """A mistake in the choice of an executor if the pair's weights cannot be sent within one process."""
-    wanted, transport = data.get("executor", AUTO), data.get("weight_transport")
-    if not isinstance(wanted, str) or not isinstance(transport, str | None):
+    executor, transport = data.get("executor", AUTO), data.get("weight_transport")
+    if not isinstance(executor, str) or not isinstance(transport, str | None):
         return None
     missing: PluginError | None = None
     try:
-        if not choose_executor(registry, wanted, "its workers need several processes").in_process:
+        if not choose_executor(registry, executor, "its workers need several processes").in_process:
             return None
     except PluginError as error:
         missing = error
     try:
-        why = within_one_process(registry, trainer, engine, directory=data.get("model_update_dir"), wanted=transport)
+        why = within_one_process(registry, trainer, engine, directory=data.get("model_update_dir"), transport=transport)
     except PluginError:  # reported at the transport's own key
         return None
-    if not why or (missing and wanted != AUTO):
+    if not why or (missing and executor != AUTO):
         return None
     if missing is None:
-        message = f"{why}: executor {wanted} has only one"
+        message = f"{why}: executor {executor} has only one"
         return Finding(("executor",), message, "remove it", code="ROLL-C014")
     return plugin_finding(at_engine, registry.no_part(ExecutorProvider, why))
 

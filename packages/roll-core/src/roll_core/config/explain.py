@@ -45,9 +45,9 @@ CODES = {
 """Error codes by pydantic's error type. Any other type concerns a single value."""
 
 
-def code_of(found: Finding) -> str:
+def code_of(finding: Finding) -> str:
     """The stable code of a mistake."""
-    return found.code or CODES.get(found.kind, "ROLL-C013")
+    return finding.code or CODES.get(finding.kind, "ROLL-C013")
 
 
 def plugin_finding(path: KeyPath, error: PluginError) -> Finding:
@@ -61,10 +61,10 @@ def findings(errors: Sequence[Any], data: Any) -> list[Finding]:
     by_path: dict[KeyPath, list[Any]] = {}
     for error in errors:
         by_path.setdefault(_path(error, data), []).append(error)
-    found = [_finding(path, group) for path, group in by_path.items()]
+    merged = [_finding(path, group) for path, group in by_path.items()]
     # If an alternative of a union matches except for one of its items, that item has its own finding.
-    above = {each.path[:depth] for each in found for depth in range(len(each.path))}
-    return [each for each in found if not (each.shown and each.path in above)]
+    above = {finding.path[:depth] for finding in merged for depth in range(len(finding.path))}
+    return [finding for finding in merged if not (finding.shown and finding.path in above)]
 
 
 def show(value: Any, key: str = "") -> str:
@@ -94,13 +94,13 @@ def _path(error: Any, data: Any) -> KeyPath:
     steps: list[str] = []
     here = data
     location = error["loc"]
-    for at, step in enumerate(location):
+    for i, step in enumerate(location):
         in_list = isinstance(here, (list, tuple)) and isinstance(step, int) and 0 <= step < len(here)
         if in_list or (isinstance(here, dict) and step in here):
             # pydantic names the key `true` as 1, because they are equal.
             steps.append(str(step if in_list else next(key for key in here if key == step)))
             here = here[step]
-        elif error["type"] == "missing" and at == len(location) - 1:
+        elif error["type"] == "missing" and i == len(location) - 1:
             steps.append(str(step))
     return tuple(steps)
 
@@ -119,12 +119,12 @@ def _finding(path: KeyPath, errors: list[Any]) -> Finding:
     if kind == "invalid_key" or error["loc"][-1:] == ("[key]",):
         name = name.lower() if name in ("True", "False") else name
         return Finding(path, f"a key is text, found {name}", f"put quotes around it: '{name}'", True, "invalid_key")
-    ours = [each for each in errors if each["type"] in ("value_error", "assertion_error")]
+    ours = [error for error in errors if error["type"] in ("value_error", "assertion_error")]
     if ours:
         cause = ours[0].get("ctx", {}).get("error")
         message = str(cause if cause is not None else ours[0]["msg"])
         return Finding(path, message, at_key=isinstance(value, dict | BaseModel), kind="value_error")
-    expected = " or ".join(dict.fromkeys(_expected(each) for each in errors))
+    expected = " or ".join(dict.fromkeys(_expected(error) for error in errors))
     shown = show(value, name)
     hint = "" if shown == NOT_SHOWN else _hint(value, errors)
     return Finding(path, f"found {shown}, expected {expected}", hint, kind=kind, shown=shown)

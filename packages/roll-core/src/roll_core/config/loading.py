@@ -141,13 +141,13 @@ def _lacking(config: RunConfig, composed: ComposedConfig, registry: Registry) ->
         kind: type[TrainProvider | InferProvider] = InferProvider if worker.kind == "generate" else TrainProvider
         name, key = worker.strategy_args.strategy_name, f"{role}.strategy_args.strategy_name"
         capabilities = registry.find(kind, name).capabilities
-        for each in needed:
-            if not getattr(capabilities, each):
-                able = [other.name for other in registry.providers(kind) if getattr(other.capabilities, each)]
+        for capability in needed:
+            if not getattr(capabilities, capability):
+                able = [other.name for other in registry.providers(kind) if getattr(other.capabilities, capability)]
                 yield ConfigProblem(
                     where=str(composed.positions.key(tuple(key.split(".")))),
                     key=key,
-                    message=f"{name} does not declare the capability {each}, which this role needs",
+                    message=f"{name} does not declare the capability {capability}, which this role needs",
                     hint=f"strategies that declare it: {', '.join(able) or 'none'}",
                     code="ROLL-C017",
                 )

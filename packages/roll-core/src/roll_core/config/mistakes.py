@@ -36,7 +36,7 @@ def validate_all(
     Raises `PluginLoadError` if the schema itself fails; `owner` names the plugin.
     """
     rest = deepcopy(data)
-    found: list[Finding] = []
+    mistakes: list[Finding] = []
     touched: set[str] = {path[-1] for path in broken}
     taken: set[KeyPath] = set(broken)
     for round_number in range(MAX_ROUNDS):
@@ -46,47 +46,47 @@ def validate_all(
             errors = error.errors(include_url=False)
         except Exception as error:  # a validator of a plugin's schema that raises anything but ValueError
             if round_number:
-                return None, found
+                return None, mistakes
             raise PluginLoadError(f"{owner}: its config schema raised {one_line(error)}") from error
         else:
-            return (None, found) if found or broken else (valid, [])
+            return (None, mistakes) if mistakes or broken else (valid, [])
         new = findings(errors, rest)
-        found += [each for each in new if each.path not in taken and not _mentions(each, touched)]
+        mistakes += [finding for finding in new if finding.path not in taken and not _mentions(finding, touched)]
         known = sorted({place[-1] for place in paths(schema)})
         suggestions = 0
-        prunable = [each for each in new if each.path and each.kind != "value_error"]
-        prunable += [each for each in new if each.kind == "value_error" and _is_leaf(rest, each.path)]
+        prunable = [finding for finding in new if finding.path and finding.kind != "value_error"]
+        prunable += [finding for finding in new if finding.kind == "value_error" and _is_leaf(rest, finding.path)]
         if not prunable:
-            return None, found
-        for each in prunable:
-            touched.add(each.path[-1])
-            if len(each.path) > 1 and schema_at(schema, each.path[:-1]) is None:
-                touched.add(each.path[-2])  # a mapping with free keys has one key less now
-            if each.kind == "extra_forbidden" and suggestions < MAX_SUGGESTIONS:
+            return None, mistakes
+        for finding in prunable:
+            touched.add(finding.path[-1])
+            if len(finding.path) > 1 and schema_at(schema, finding.path[:-1]) is None:
+                touched.add(finding.path[-2])  # a mapping with free keys has one key less now
+            if finding.kind == "extra_forbidden" and suggestions < MAX_SUGGESTIONS:
                 suggestions += 1
-                touched.add(suggest_key(each.path, known, ())[1])
-                touched |= meant(each.path, value_at(rest, each.path))
-            if not _set_aside(schema, rest, each):
-                return None, found
-            taken.add(each.path)
-    return None, found
+                touched.add(suggest_key(finding.path, known, ())[1])
+                touched |= meant(finding.path, value_at(rest, finding.path))
+            if not _set_aside(schema, rest, finding):
+                return None, mistakes
+            taken.add(finding.path)
+    return None, mistakes
 
 
-def _mentions(found: Finding, names: set[str]) -> bool:
-    if found.kind != "value_error":
+def _mentions(finding: Finding, names: set[str]) -> bool:
+    if finding.kind != "value_error":
         return False
-    return any(name and re.search(rf"\b{re.escape(name)}\b", found.message) for name in names)
+    return any(name and re.search(rf"\b{re.escape(name)}\b", finding.message) for name in names)
 
 
-def subject_of(found: Finding, data: Any) -> KeyPath:
+def subject_of(finding: Finding, data: Any) -> KeyPath:
     """Path that a mistake in `data` is located at. A rule about several keys concerns a whole mapping. It is located at
     the first key that the message names and the mapping contains."""
-    for words in re.findall(r"[A-Za-z_][\w.]*", found.message) if found.kind == "value_error" else ():
-        path = (*found.path, *words.rstrip(".").split("."))
+    for words in re.findall(r"[A-Za-z_][\w.]*", finding.message) if finding.kind == "value_error" else ():
+        path = (*finding.path, *words.rstrip(".").split("."))
         parent = value_at(data, path[:-1])
         if isinstance(parent, dict) and path[-1] in parent:
             return path
-    return found.path
+    return finding.path
 
 
 def _is_leaf(data: Any, path: KeyPath) -> bool:
@@ -128,12 +128,12 @@ def take_out(data: Any, path: KeyPath) -> bool:
     return True
 
 
-def _set_aside(schema: type[BaseModel], data: dict[Any, Any], found: Finding) -> bool:
+def _set_aside(schema: type[BaseModel], data: dict[Any, Any], finding: Finding) -> bool:
     """Remove a mistake from `data`, or insert a placeholder for a missing required value. False if neither is
     possible."""
-    if found.kind != "missing":
-        return take_out(data, found.path)
-    above, step = found.path[:-1], found.path[-1]
+    if finding.kind != "missing":
+        return take_out(data, finding.path)
+    above, step = finding.path[:-1], finding.path[-1]
     parent, container = value_at(data, above), schema_at(schema, above)
     if not isinstance(parent, dict) or container is None or step not in container.model_fields:
         return False

@@ -52,10 +52,10 @@ def parse_overrides(
     fragments: list[str] = []
 
     def add(text: str, key: str, action: Action, value: Any) -> None:
-        found: list[ConfigProblem] = []
-        plain = plain_value(value, tuple(key.split(".")), COMMAND_LINE, found)
-        problems.extend(found)
-        if not found:
+        new_problems: list[ConfigProblem] = []
+        plain = plain_value(value, tuple(key.split(".")), COMMAND_LINE, new_problems)
+        problems.extend(new_problems)
+        if not new_problems:
             values.append(Override(text, key, action, plain))
 
     if isinstance(overrides, str):

@@ -42,7 +42,7 @@ class Parts:
     """True if requirements must be met in this environment."""
     data: dict[Any, Any]
     """The composed values; a validated part replaces its raw values."""
-    found: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     unchecked: dict[str, list[str]] = field(default_factory=dict)
     """Roles whose model's architecture could not be checked, by reason."""
     model_warnings: dict[tuple[KeyPath, str], list[str]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Parts:
 
     def report(self, path: KeyPath, message: str, hint: str = "", *, code: str, at_key: bool = False) -> None:
         """Record a mistake."""
-        self.found.append(Finding(path, message, hint, at_key, code=code))
+        self.findings.append(Finding(path, message, hint, at_key, code=code))
 
     def find(self, kind: type[P], name: str, path: KeyPath, role: Mapping[Any, Any] = MappingProxyType({})) -> P | None:
         """The record for a name; None after recording why there is none. Also records problems that would prevent the
@@ -64,7 +64,7 @@ class Parts:
         try:
             provider = self.registry.find(kind, name)
         except PluginError as error:
-            self.found.append(plugin_finding(path, error))
+            self.findings.append(plugin_finding(path, error))
             if isinstance(error, UnknownProviderError) and self.cause is None:
                 self.cause = error.__cause__
             return None
@@ -93,9 +93,9 @@ class Parts:
         """True if workers run on the hosts of an existing cluster, which may have other files and packages."""
         return on_a_cluster(self.registry, self.data.get("executor"))
 
-    def options(self, record: Provider, path: KeyPath, given: Any, named_at: KeyPath) -> None:
+    def options(self, record: Provider, path: KeyPath, options: Any, named_at: KeyPath) -> None:
         """Validate the options of a part that is not a role. Without a schema, it has no options."""
-        given = {} if given is None else given
+        options = {} if options is None else options
         owner = self.registry.owner(record)
         if is_user_function(record):
             try:
@@ -104,39 +104,41 @@ class Parts:
                 hint = f"it is imported with the working directory {os.getcwd()} first on the module path"
                 self.report(named_at, f"{record.target} cannot be used: {error}", hint, code="ROLL-C041")
                 return
-        elif given or record.config:
+        elif options or record.config:
             schema = schema_of(record, Config, owner=owner)
         else:
             return
-        if isinstance(given, dict):
-            self.by_schema(schema, given, path, owner)
+        if isinstance(options, dict):
+            self.by_schema(schema, options, path, owner)
 
-    def by_schema(self, schema: type[M], given: dict[Any, Any], path: KeyPath, owner: str) -> M | None:
+    def by_schema(self, schema: type[M], values: dict[Any, Any], path: KeyPath, owner: str) -> M | None:
         """Validate the values at `path` by the schema of their part; None after recording mistakes."""
-        self.extra_paths += [(*path, *each) for each in paths(schema)]
-        valid, found = validate_all(schema, given, owner)
-        for each in found:
-            unknown = each.kind == "extra_forbidden" and len(each.path) == 1
-            each = replace(each, path=path + each.path)
-            self.found.append(self.with_key_hint(each, sorted(schema.model_fields)) if unknown else each)
+        self.extra_paths += [(*path, *inner) for inner in paths(schema)]
+        valid, mistakes = validate_all(schema, values, owner)
+        for finding in mistakes:
+            unknown = finding.kind == "extra_forbidden" and len(finding.path) == 1
+            finding = replace(finding, path=path + finding.path)
+            self.findings.append(self.with_key_hint(finding, sorted(schema.model_fields)) if unknown else finding)
         return valid
 
     def with_key_hint(
-        self, found: Finding, siblings: list[str], everywhere: tuple[KeyPath, ...] | None = None
+        self, finding: Finding, siblings: list[str], everywhere: tuple[KeyPath, ...] | None = None
     ) -> Finding:
         """Add a suggestion to an unknown key. `everywhere`: paths of the run's schema, if other places are possible."""
         self.suggestions += 1
         hint = ""
         if self.suggestions <= MAX_SUGGESTIONS:
             places = [*(everywhere or ()), *self.extra_paths]
-            if everywhere is not None and not closest(found.path[-1], siblings, 0.9):
-                hint = foreign_hint(found.path, value_at(self.composed.data, found.path), places)
-            hint = hint or suggest_key(found.path, siblings, places)[0]
-        return replace(found, hint=hint, at_key=True)
+            if everywhere is not None and not closest(finding.path[-1], siblings, 0.9):
+                hint = foreign_hint(finding.path, value_at(self.composed.data, finding.path), places)
+            hint = hint or suggest_key(finding.path, siblings, places)[0]
+        return replace(finding, hint=hint, at_key=True)
 
 
-def on_a_cluster(registry: Registry, wanted: object) -> bool:
+def on_a_cluster(registry: Registry, executor: object) -> bool:
     """True if workers run on the hosts of an existing cluster, which may have other devices, files and packages."""
-    name = wanted.rpartition("/")[2] if isinstance(wanted, str) else AUTO
-    variables = [each.address_variable for each in registry.providers(ExecutorProvider) if name in (AUTO, each.name)]
-    return any(os.environ.get(each, "").removeprefix("local") for each in variables)
+    name = executor.rpartition("/")[2] if isinstance(executor, str) else AUTO
+    variables = [
+        provider.address_variable for provider in registry.providers(ExecutorProvider) if name in (AUTO, provider.name)
+    ]
+    return any(os.environ.get(variable, "").removeprefix("local") for variable in variables)

@@ -39,10 +39,10 @@ class FileLayer:
     @property
     def data(self) -> dict[Any, Any]:
         """The merged content."""
-        found: Any = self.source.data
+        data: Any = self.source.data
         for step in self.inside:
-            found = found[step]
-        return found if isinstance(found, dict) else {}
+            data = data[step]
+        return data if isinstance(data, dict) else {}
 
     def locate(self, index: int, path: KeyPath, *, key: bool) -> KeyLocation | None:
         """Position at which this layer writes the key or the value of `path`; None if it does not."""
@@ -68,7 +68,7 @@ class OverrideLayer:
         value = self.value
         for step in below:
             if isinstance(value, dict):
-                value = {str(name): each for name, each in value.items()}
+                value = {str(name): entry for name, entry in value.items()}
                 if step not in value:
                     return None
                 value = value[step]
@@ -90,8 +90,8 @@ class Interpolation:
     def of(cls, text: str, path: KeyPath) -> Interpolation:
         """The interpolation `text` at `path`."""
         target: KeyPath | None = None
-        if found := REFERENCE.search(text):
-            dots, reference = found[1], found[2]
+        if match := REFERENCE.search(text):
+            dots, reference = match[1], match[2]
             target = path[: len(path) - len(dots)] if dots else ()
             target += tuple(step for step in re.split(r"[.\[\]]+", reference) if step)
         return cls(text, target, "oc.env" in text or "oc.decode" in text)
@@ -116,13 +116,14 @@ class Positions:
 
     def through(self, path: KeyPath) -> tuple[Interpolation, KeyLocation | None] | None:
         """The interpolation that produced the value of `path`, and the position of its target."""
-        layers = (each.path for each in self.layers if isinstance(each, OverrideLayer))
-        overridden = max((len(each) for each in layers if path[: len(each)] == each), default=0)
+        layers = (layer.path for layer in self.layers if isinstance(layer, OverrideLayer))
+        overridden = max((len(written) for written in layers if path[: len(written)] == written), default=0)
         for length in range(len(path), overridden - 1, -1):
-            found = self.interpolations.get(path[:length])
-            if found is not None:
-                target = None if found.target is None else self._exact(found.target + path[length:], key=False)
-                return found, target
+            interpolation = self.interpolations.get(path[:length])
+            if interpolation is not None:
+                if interpolation.target is None:
+                    return interpolation, None
+                return interpolation, self._exact(interpolation.target + path[length:], key=False)
         return None
 
     def _nearest(self, path: KeyPath, *, key: bool) -> KeyLocation:
@@ -135,11 +136,11 @@ class Positions:
                     return KeyLocation(index, 1, 1, layer.source.name)
         for length in range(len(path), 0, -1):
             # A mapping is located by its key: its value begins one line further down.
-            found = self._exact(path[:length], key=key or length < len(path))
-            if found is not None:
-                return found
+            location = self._exact(path[:length], key=key or length < len(path))
+            if location is not None:
+                return location
         return KeyLocation(0, 0, 0, self.name)
 
     def _exact(self, path: KeyPath, *, key: bool) -> KeyLocation | None:
         located = (layer.locate(index, path, key=key) for index, layer in reversed(list(enumerate(self.layers))))
-        return next((each for each in located if each is not None), None)
+        return next((location for location in located if location is not None), None)

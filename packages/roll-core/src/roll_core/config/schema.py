@@ -39,24 +39,24 @@ def sections(schema: Schema, data: dict[Any, Any], base: type[M]) -> Iterator[tu
         if not isinstance(value, dict):
             continue
         for member, is_mapping in members(field.annotation):
-            found: dict[KeyPath, Any] = {(name,): value}
+            mappings: dict[KeyPath, Any] = {(name,): value}
             if is_mapping:
-                found = {(name, str(key)): each for key, each in value.items()}
-            for path, each in found.items():
-                if not isinstance(each, dict):
+                mappings = {(name, str(key)): entry for key, entry in value.items()}
+            for path, section in mappings.items():
+                if not isinstance(section, dict):
                     continue
                 if issubclass(member, base):
-                    yield path, member, each
-                for below, inner, values in sections(member, each, base):
+                    yield path, member, section
+                for below, inner, values in sections(member, section, base):
                     yield path + below, inner, values
 
 
 def schema_at(schema: Schema, path: KeyPath) -> Schema | None:
     """Schema of the mapping at `path`; None if its keys are free or there is no such mapping."""
-    found: Schema = schema
+    current: Schema = schema
     steps = list(path)
     while steps:
-        field = found.model_fields.get(steps.pop(0))
+        field = current.model_fields.get(steps.pop(0))
         if field is None:
             return None
         for member, is_mapping in members(field.annotation):
@@ -64,11 +64,11 @@ def schema_at(schema: Schema, path: KeyPath) -> Schema | None:
                 return None
             if is_mapping:
                 steps.pop(0)
-            found = member
+            current = member
             break
         else:
             return None
-    return found
+    return current
 
 
 @lru_cache

@@ -89,10 +89,10 @@ class Redactor:
     @classmethod
     def of(cls, *sources: Mapping[str, Any]) -> Redactor:
         """Redactor for every secret in `sources`, such as the resolved config and the environment."""
-        found: set[str] = set()
+        secrets: set[str] = set()
         for source in sources:
-            _collect(source, found)
-        return cls(frozenset(found))
+            _collect(source, secrets)
+        return cls(frozenset(secrets))
 
     def value(self, value: Any) -> Any:
         """Copy of plain data (mappings, sequences, scalars) without its secrets."""
@@ -125,9 +125,9 @@ def _redact_assignments(text: str) -> str:
         value = glimpse["bare"] or glimpse["quoted"] if glimpse else ""
         if value == REDACTED or _is_number(value) or not is_secret(match["key"], value):
             continue
-        whole = _VALUE.match(text, position) or glimpse
-        if whole is not None:
-            start, position = whole.span("bare" if whole["bare"] else "quoted")
+        match_to_end = _VALUE.match(text, position) or glimpse
+        if match_to_end is not None:
+            start, position = match_to_end.span("bare" if match_to_end["bare"] else "quoted")
             parts += [text[done:start], REDACTED]
             done = position
     return "".join([*parts, text[done:]])
@@ -143,13 +143,13 @@ def _is_everyday(value: str) -> bool:
     return (value.isalpha() and len(value) < 2 * _MIN_KNOWN) or (value[0] in "/~." and os.path.exists(value))
 
 
-def _collect(value: Any, found: set[str], inside: bool = False) -> None:
+def _collect(value: Any, secrets: set[str], inside: bool = False) -> None:
     if isinstance(value, Mapping):
         for k, v in value.items():
-            _collect(v, found, inside or is_secret(str(k), v))
+            _collect(v, secrets, inside or is_secret(str(k), v))
     elif isinstance(value, str):
         if inside and len(value) >= _MIN_KNOWN and not _is_everyday(value):
-            found.add(value)
+            secrets.add(value)
     elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         for item in value:
-            _collect(item, found, inside)
+            _collect(item, secrets, inside)

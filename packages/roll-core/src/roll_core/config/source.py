@@ -134,9 +134,9 @@ def plain_value(value: Any, path: KeyPath, where: str, problems: list[ConfigProb
         problems.append(ConfigProblem(where, ".".join(path[:3]), message, code="ROLL-C021"))
         return None
     if isinstance(value, Mapping):
-        return {key: plain_value(each, (*path, str(key)), where, problems) for key, each in value.items()}
+        return {key: plain_value(entry, (*path, str(key)), where, problems) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_value(each, (*path, str(at)), where, problems) for at, each in enumerate(value)]
+        return [plain_value(item, (*path, str(i)), where, problems) for i, item in enumerate(value)]
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if type(value) is int and value.bit_length() > MAX_INT_BITS:
@@ -163,7 +163,7 @@ def _has_surrogates(text: str) -> bool:
 
 def _similar_file(path: Path) -> str:
     try:
-        siblings = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml")]
+        siblings = [sibling.name for sibling in path.parent.iterdir() if sibling.suffix in (".yaml", ".yml")]
     except OSError:
         return f"there is no folder {path.parent} either" if not path.parent.is_dir() else ""
     close = closest(path.name, siblings)
@@ -199,8 +199,8 @@ class _Reader:
         except _Stop:
             return
         except yaml.reader.ReaderError as error:
-            at = int(error.position)
-            mark = Mark(text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at))
+            offset = int(error.position)
+            mark = Mark(text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset))
             self._problem(mark, (), f"character {error.character!r} is not allowed in YAML")
             return
         except yaml.MarkedYAMLError as error:
@@ -210,8 +210,8 @@ class _Reader:
         if data is None and not may_be_empty and not self.problems:
             self._problem(Mark(1, 1), (), "the file is empty, expected a mapping that begins with pipeline:")
         elif not isinstance(self.source.data, dict):
-            found = "a list" if isinstance(data, list) else "a single value"
-            self._problem(self.source.root, (), f"the file is {found}, expected keys and values")
+            kind = "a list" if isinstance(data, list) else "a single value"
+            self._problem(self.source.root, (), f"the file is {kind}, expected keys and values")
 
     def _check_depth(self, text: str) -> None:
         """Stop at deep nesting. The C loader builds nodes recursively and would crash."""
@@ -221,8 +221,8 @@ class _Reader:
             if depth > MAX_DEPTH:
                 self._too_deep(event)
 
-    def _too_deep(self, at: Any) -> None:
-        self._problem(at, (), f"nested deeper than {MAX_DEPTH} levels, or an alias is inside of its own anchor")
+    def _too_deep(self, place: Any) -> None:
+        self._problem(place, (), f"nested deeper than {MAX_DEPTH} levels, or an alias is inside of its own anchor")
         raise _Stop
 
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:
@@ -239,8 +239,8 @@ class _Reader:
             self._problem(node, path, f"tag {_short(node.tag)} is not allowed in a config")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
-        self.source.children[id(node)] = {str(at): (None, each) for at, each in enumerate(node.value)}
-        return [self._value(each, (*path, str(at))) for at, each in enumerate(node.value)]
+        self.source.children[id(node)] = {str(i): (None, item) for i, item in enumerate(node.value)}
+        return [self._value(item, (*path, str(i))) for i, item in enumerate(node.value)]
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         if node.tag in (f"{_YAML}merge", f"{_YAML}value"):
@@ -257,9 +257,9 @@ class _Reader:
         return None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         children: dict[str, tuple[yaml.Node | None, yaml.Node]] = {}
-        given: dict[Any, yaml.Node] = {}
+        key_nodes: dict[Any, yaml.Node] = {}
         merged: list[tuple[yaml.Node, dict[Any, Any]]] = []
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -271,54 +271,56 @@ class _Reader:
                 child = (*path, str(key))
                 if key is None:
                     self._problem(key_node, path, "found an empty key or null, expected text")
-                elif key in given:
-                    line = _mark(given[key]).line
+                elif key in key_nodes:
+                    line = _mark(key_nodes[key]).line
                     self._problem(key_node, child, f"this key was given before, at line {line}", code="ROLL-C022")
                 value = self._value(value_node, child)
-                if key not in given:
-                    given[key] = key_node
-                    found[key], children[str(key)] = value, (key_node, value_node)
+                if key not in key_nodes:
+                    key_nodes[key] = key_node
+                    values[key], children[str(key)] = value, (key_node, value_node)
         for origin, mapping in merged:
             for key, value in mapping.items():
-                if key not in found:
-                    found[key], children[str(key)] = value, self.source.children[id(origin)][str(key)]
+                if key not in values:
+                    values[key], children[str(key)] = value, self.source.children[id(origin)][str(key)]
         self.source.children[id(node)] = children
-        return found
+        return values
 
     def _merged(
         self, key_node: yaml.Node, value_node: yaml.Node, path: KeyPath
     ) -> list[tuple[yaml.Node, dict[Any, Any]]]:
         """Mappings that `<<` merges, each with its node."""
         nodes = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
-        if all(isinstance(each, yaml.MappingNode) for each in nodes):
-            return [(each, self._value(each, (*path, "<<"))) for each in nodes]
+        if all(isinstance(node, yaml.MappingNode) for node in nodes):
+            return [(node, self._value(node, (*path, "<<"))) for node in nodes]
         self._problem(key_node, path, "<< merges a mapping or a list of mappings")
         return []
 
     def _syntax(self, error: yaml.MarkedYAMLError, text: str) -> None:
-        at = error.problem_mark or error.context_mark
+        start = error.problem_mark or error.context_mark
         problem = " ".join((error.problem or str(error)).split())
         context = f" ({' '.join(error.context.split())})" if error.context else ""
         hint = ""
-        if at is not None and "".join(text.split("\n")[at.line : at.line + 1])[at.column : at.column + 1] == "\t":
+        if start is not None and "".join(text.split("\n")[start.line : start.line + 1])[start.column :].startswith(
+            "\t"
+        ):
             hint = "indent with spaces, YAML does not allow tabs"
         elif "mapping values are not allowed" in problem:
             hint = "put quotes around text that contains ': ', and check the indentation"
         elif "alias" in problem or "alias" in (error.context or ""):
             hint = "text that begins with * or & needs quotes"
-        mark = Mark(1, 1) if at is None else Mark(at.line + 1, at.column + 1)
+        mark = Mark(1, 1) if start is None else Mark(start.line + 1, start.column + 1)
         self._problem(mark, (), f"not valid YAML: {problem}{context}", hint)
 
-    def _problem(self, at: Any, path: KeyPath, message: str, hint: str = "", code: str = "ROLL-C021") -> None:
+    def _problem(self, place: Any, path: KeyPath, message: str, hint: str = "", code: str = "ROLL-C021") -> None:
         """Record a problem at a `Mark`, a node or an event."""
-        mark = at if isinstance(at, Mark) else _mark(at)
+        mark = place if isinstance(place, Mark) else _mark(place)
         where = f"{self.source.name}:{mark.line}:{mark.column}"
         self.problems.append(ConfigProblem(where, ".".join(path), message, hint, code=code))
 
 
-def _mark(at: Any) -> Mark:
+def _mark(node: Any) -> Mark:
     """Position of a node or an event."""
-    return Mark(at.start_mark.line + 1, at.start_mark.column + 1)
+    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 def _short(tag: str) -> str:

@@ -90,7 +90,7 @@ class StrategyCheck:
             return
         strategy = self.parts.by_schema(schema, raw or {}, self.at_config, owner)
         broken = self.parts.composed.broken
-        if strategy is None or any(each[: len(self.at_config)] == self.at_config for each in broken):
+        if strategy is None or any(path[: len(self.at_config)] == self.at_config for path in broken):
             base = StrategyConfig
             if (schema.ranks_per_replica, schema.parallel_sizes) != (base.ranks_per_replica, base.parallel_sizes):
                 self._suppose_one_replica()
@@ -104,10 +104,10 @@ class StrategyCheck:
             self._check_engine()
             self._check_weight_transport()
         else:
-            given = self.role.get("model_args")
-            keys = model_keys(given, self.data.get("pretrain"))
+            model_args = self.role.get("model_args")
+            keys = model_keys(model_args, self.data.get("pretrain"))
             self._try(strategy.check_model, keys)
-            self._try(strategy.check_model_args, given if isinstance(given, dict) else {})
+            self._try(strategy.check_model_args, model_args if isinstance(model_args, dict) else {})
             self._check_architecture(self.path, keys)
             self._check_positions(keys, self._length("prompt_length"), self._length("response_length"))
 
@@ -116,7 +116,7 @@ class StrategyCheck:
         try:
             check(*arguments)
         except ValueError as error:
-            self.parts.found.append(Finding(self.at_config, str(error), kind=kind, code=code))
+            self.parts.findings.append(Finding(self.at_config, str(error), kind=kind, code=code))
 
     # -- the strategy and its role -------------------------------------------------------------------------------------
 
@@ -124,8 +124,8 @@ class StrategyCheck:
         """Improve the message if the name exists, but for roles of the other kind."""
         generates = self.worker.kind == "generate"
         other = self.parts.registry.names(TrainProvider if generates else InferProvider)
-        if name in other and self.parts.found[-1].path == self.at_name:
-            last = self.parts.found.pop()
+        if name in other and self.parts.findings[-1].path == self.at_name:
+            last = self.parts.findings.pop()
             does = "trains or scores" if generates else "generates"
             expected = {"generate": "generates", "train": "trains"}.get(self.worker.kind, "only scores")
             self.report(self.at_name, f"{name} {does}, but this role {expected}", last.hint, code="ROLL-C017")
@@ -134,18 +134,18 @@ class StrategyCheck:
         """Check that the strategy can do what the role needs, on the platform of the config."""
         provider, registry, trains = self.provider, self.parts.registry, self.worker.kind == "train"
         if trains and isinstance(provider, TrainProvider) and provider.forward_only:
-            able = [each.name for each in registry.providers(TrainProvider) if not each.forward_only]
+            able = [other.name for other in registry.providers(TrainProvider) if not other.forward_only]
             message = f"{provider.name} has no optimizer, but this role is trained"
             self.report(self.at_name, message, f"strategies that train: {', '.join(able)}", code="ROLL-C017")
-        given = self.data.get("platform")
-        platform = given.rpartition("/")[2] if isinstance(given, str) else ""
+        platform_name = self.data.get("platform")
+        platform = platform_name.rpartition("/")[2] if isinstance(platform_name, str) else ""
         if platform and provider.platforms and platform not in provider.platforms:
             forward_only = getattr(provider, "forward_only", False)
             able = [
-                each.name
-                for each in registry.providers(type(provider))
-                if getattr(each, "forward_only", False) == forward_only
-                and (not each.platforms or platform in each.platforms)
+                other.name
+                for other in registry.providers(type(provider))
+                if getattr(other, "forward_only", False) == forward_only
+                and (not other.platforms or platform in other.platforms)
             ]
             message = f"{provider.name} runs on {', '.join(provider.platforms)}, but platform is {platform}"
             hint = f"strategies that run on it: {', '.join(able)}" if able else ""
@@ -184,9 +184,9 @@ class StrategyCheck:
         if not can.lora and _trains_adapters(model):
             known = self.parts.registry.providers(type(provider))
             able = [
-                each.name
-                for each in known
-                if each.capabilities.lora and not (trains and getattr(each, "forward_only", False))
+                other.name
+                for other in known
+                if other.capabilities.lora and not (trains and getattr(other, "forward_only", False))
             ]
             message = f"{provider.name} cannot {'train' if trains else 'load'} adapters"
             hint = f"strategies that can: {', '.join(able)}"
@@ -195,8 +195,8 @@ class StrategyCheck:
             self._check_4bit((*at_model, "load_in_4bit"))
         dtype = model.get("dtype", ModelArguments.model_fields["dtype"].default)
         if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in can.dtypes:
-            found = dtype if "dtype" in model else f"the default {dtype}"
-            message = f"found {found}, but {provider.name} computes in {', '.join(can.dtypes)}"
+            dtype_found = dtype if "dtype" in model else f"the default {dtype}"
+            message = f"found {dtype_found}, but {provider.name} computes in {', '.join(can.dtypes)}"
             self.report((*at_model, "dtype"), message, code="ROLL-C017")
         key = "disable_gradient_checkpointing"
         if isinstance(can, InferCapabilities) or can.gradient_checkpointing or not trains:
@@ -207,34 +207,36 @@ class StrategyCheck:
         elif key not in model:
             self.role["model_args"] = model | {key: True}
 
-    def _check_4bit(self, at: KeyPath) -> None:
+    def _check_4bit(self, key_path: KeyPath) -> None:
         """Check that the strategy can quantize the frozen layers, and that bitsandbytes is installed."""
         if not getattr(self.provider.capabilities, "load_in_4bit", False):
             known = self.parts.registry.providers(TrainProvider)
-            able = [each.name for each in known if each.capabilities.load_in_4bit and not each.forward_only]
+            able = [other.name for other in known if other.capabilities.load_in_4bit and not other.forward_only]
             message = f"{self.provider.name} cannot train adapters of a base model in 4 bits"
-            self.report(at, message, f"remove the key, or use {' or '.join(able)}", code="ROLL-C017")
+            self.report(key_path, message, f"remove the key, or use {' or '.join(able)}", code="ROLL-C017")
         elif self.parts.runs_here(self.role) and importlib.util.find_spec("bitsandbytes") is None:
             hint = f"install it: {install_command('roll-modeling[qlora]')}"
-            self.report(at, "needs bitsandbytes, which is not installed", hint, code="ROLL-C017")
+            self.report(key_path, "needs bitsandbytes, which is not installed", hint, code="ROLL-C017")
 
     def _check_optimizer(self) -> None:
         """Check that the strategy runs the optimizer, and validate its options."""
-        given, can = self.role.get("training_args"), self.provider.capabilities
-        if not isinstance(given, dict) or not isinstance(can, TrainCapabilities):
+        training_args, can = self.role.get("training_args"), self.provider.capabilities
+        if not isinstance(training_args, dict) or not isinstance(can, TrainCapabilities):
             return
-        name, path = given.get("optimizer", "adamw"), (*self.path, "training_args")
+        name, path = training_args.get("optimizer", "adamw"), (*self.path, "training_args")
         if not isinstance(name, str):
             return
         optimizer = self.parts.find(OptimizerProvider, name, (*path, "optimizer"), self.role)
         if optimizer is None:
             return
-        self.parts.options(optimizer, (*path, "optimizer_kwargs"), given.get("optimizer_kwargs"), (*path, "optimizer"))
+        self.parts.options(
+            optimizer, (*path, "optimizer_kwargs"), training_args.get("optimizer_kwargs"), (*path, "optimizer")
+        )
         if self.worker.kind != "train" or name == "adamw":
             return
         if not _runs(can, optimizer):
             known = self.parts.registry.providers(TrainProvider)
-            able = [each.name for each in known if not each.forward_only and _runs(each.capabilities, optimizer)]
+            able = [other.name for other in known if not other.forward_only and _runs(other.capabilities, optimizer)]
             only = "AdamW" if can.optimizers == "adamw" else "elementwise optimizers, because it shards matrices"
             message = f"found {name}, but {self.provider.name} runs only {only}"
             self.report((*path, "optimizer"), message, f"strategies that run it: {', '.join(able)}", code="ROLL-C017")
@@ -247,24 +249,24 @@ class StrategyCheck:
     def _set_computed(self, key: str, computed: Any) -> bool:
         """Record a mistake if the config contradicts a key that the strategy's config determines. True if it is not
         given."""
-        given = self.role.get(key)
-        if given is None or given == computed or (isinstance(given, int) and given < 1) or isinstance(given, bool):
-            return given is None
-        if isinstance(given, type(computed)):
-            message = f"found {given}, but {self.provider.name}'s strategy_config makes it {computed}"
+        value = self.role.get(key)
+        if value is None or value == computed or (isinstance(value, int) and value < 1) or isinstance(value, bool):
+            return value is None
+        if isinstance(value, type(computed)):
+            message = f"found {value}, but {self.provider.name}'s strategy_config makes it {computed}"
             self.report((*self.path, key), message, f"remove the key, or write {computed}", code="ROLL-C016")
         return False
 
     def _check_slots(self) -> None:
         """Set `num_gpus_per_worker` to the value that the strategy determines, and check that the slots of each worker
         are on one node."""
-        provider, given = self.provider, self.role.get("num_gpus_per_worker")
+        provider, num_slots = self.provider, self.role.get("num_gpus_per_worker")
         computed = self.strategy.slots_per_worker()
-        self._check_nodes(computed or given)
+        self._check_nodes(computed or num_slots)
         spreads = isinstance(provider, InferProvider) and provider.capabilities.tensor_parallel
         if computed is None:
-            if not spreads and type(given) is int and given > 1:
-                message = f"found {given}, but a worker of {provider.name} has 1 slot"
+            if not spreads and type(num_slots) is int and num_slots > 1:
+                message = f"found {num_slots}, but a worker of {provider.name} has 1 slot"
                 hint = "for more workers, give device_mapping more slots"
                 self.report((*self.path, "num_gpus_per_worker"), message, hint, code="ROLL-C019")
             return
@@ -352,10 +354,10 @@ class StrategyCheck:
         if issubclass(self.worker, EngineRewardConfig):  # the lengths of its prompts are unknown
             return
         longest = []
-        for each in (self.role, self.data.get("validation")):
-            if isinstance(each, dict):
-                given = each.get("generating_args")
-                tokens = given.get("max_new_tokens") if isinstance(given, dict) else None
+        for generating in (self.role, self.data.get("validation")):
+            if isinstance(generating, dict):
+                generating_args = generating.get("generating_args")
+                tokens = generating_args.get("max_new_tokens") if isinstance(generating_args, dict) else None
                 longest.append(tokens if type(tokens) is int else self._length("response_length"))
         # As a `value_error`, it is located at the first key that its message names.
         lengths = self._length("prompt_length"), max(longest)
@@ -366,8 +368,8 @@ class StrategyCheck:
 
     def _no_adapters(self) -> str:
         """Reason why no role sends adapters to the engine; empty if one may. Without a policy, any role is possible."""
-        senders = [self.policy] if self.policy_role else [each for each in self.data.values() if isinstance(each, dict)]
-        models = [each["model_args"] for each in senders if isinstance(each.get("model_args"), dict)]
+        senders = [self.policy] if self.policy_role else [role for role in self.data.values() if isinstance(role, dict)]
+        models = [role["model_args"] for role in senders if isinstance(role.get("model_args"), dict)]
         trainer = self._policy_strategy()
         if self.keeps_weights:
             return "its weights are not trained"
@@ -396,8 +398,8 @@ class StrategyCheck:
 
     def _length(self, key: str) -> int:
         """A number of tokens as written; the default if the value is invalid."""
-        given, default = self.data.get(key), RunConfig.model_fields[key].default
-        return given if type(given) is int else int(default)
+        length, default = self.data.get(key), RunConfig.model_fields[key].default
+        return length if type(length) is int else int(default)
 
     def _check_weight_transport(self) -> None:
         """Check that a weight transport connects the policy's strategy to this engine."""
@@ -407,7 +409,7 @@ class StrategyCheck:
         for check in (weight_finding, separate_processes_finding):
             finding = check(self.parts.registry, trainer, self.provider, self.data, self.at_name)
             if finding is not None:
-                self.parts.found.append(finding)
+                self.parts.findings.append(finding)
                 return
 
     def _check_architecture(self, source: KeyPath, keys: Mapping[str, Any]) -> None:
@@ -420,33 +422,35 @@ class StrategyCheck:
         here = self.parts.runs_here(self.role)
         if not here:
             self.parts.unchecked.setdefault("its workers run in another environment", []).append(".".join(self.path))
-        given = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
-        model = given if isinstance(given, dict) else {}
-        at: KeyPath = ("pretrain",)
+        model_args = (self.policy if source == (self.policy_role,) else self.role).get("model_args")
+        model = model_args if isinstance(model_args, dict) else {}
+        key_path: KeyPath = ("pretrain",)
         if isinstance(model.get("random_init"), dict) and "model_type" in model["random_init"]:
-            at = (*source, "model_args", "random_init", "model_type")
+            key_path = (*source, "model_args", "random_init", "model_type")
         elif "model_name_or_path" in model:
-            at = (*source, "model_args", "model_name_or_path")
-        if not self._supports(self.strategy.check_architecture, keys, at):
+            key_path = (*source, "model_args", "model_name_or_path")
+        if not self._supports(self.strategy.check_architecture, keys, key_path):
             return
         if self.worker.kind == "train" and _trains_adapters(model):
-            at = (*source, "model_args", "lora_target")
-            self._supports(lambda keys: self.strategy.check_adapters(keys, model), keys, at)
+            key_path = (*source, "model_args", "lora_target")
+            self._supports(lambda keys: self.strategy.check_adapters(keys, model), keys, key_path)
         if here:
             self._check_keys((*source, "model_args"), model, keys)
 
-    def _supports(self, check: Callable[[Mapping[str, Any]], str | None], keys: Mapping[str, Any], at: KeyPath) -> bool:
+    def _supports(
+        self, check: Callable[[Mapping[str, Any]], str | None], keys: Mapping[str, Any], key_path: KeyPath
+    ) -> bool:
         """Report what `check` says about the model of `keys` at a key of the config. False after a mistake."""
         role = ".".join(self.path)
         try:
             warning = check(keys)
         except ValueError as error:
             if self.parts.runs_here(self.role):
-                self.report(at, f"{self.provider.name} of {role}: {error}", code="ROLL-C018")
+                self.report(key_path, f"{self.provider.name} of {role}: {error}", code="ROLL-C018")
                 return False
             warning = str(error)
         if warning:
-            self.parts.model_warnings.setdefault((at, warning), []).append(f"{self.provider.name} of {role}")
+            self.parts.model_warnings.setdefault((key_path, warning), []).append(f"{self.provider.name} of {role}")
         return True
 
     def _check_keys(self, path: KeyPath, model: dict[Any, Any], keys: Mapping[str, Any]) -> None:
@@ -457,24 +461,24 @@ class StrategyCheck:
         stored = model_keys(model | {"model_config_kwargs": None}, self.data.get("pretrain"))
         for section in ("random_init", "model_config_kwargs"):
             raw = model.get(section)
-            given = {key: raw[key] for key in raw if isinstance(key, str)} if isinstance(raw, dict) else {}
+            overrides = {key: raw[key] for key in raw if isinstance(key, str)} if isinstance(raw, dict) else {}
             if section == "model_config_kwargs":
-                given = {key: value for key, value in given.items() if key not in stored}
-            given.pop("model_type", None)
-            for key, reason in self.strategy.key_problems(model_type, given).items():
-                at = (*path, section, key)
-                if all(finding.path != at for finding in self.parts.found):
-                    self.report(at, reason, code="ROLL-C018")
+                overrides = {key: value for key, value in overrides.items() if key not in stored}
+            overrides.pop("model_type", None)
+            for key, reason in self.strategy.key_problems(model_type, overrides).items():
+                key_path = (*path, section, key)
+                if all(finding.path != key_path for finding in self.parts.findings):
+                    self.report(key_path, reason, code="ROLL-C018")
 
     def _check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
         """Check that the model has a position for every token of the longest sequence. Report it for one role."""
-        at: KeyPath = ("prompt_length",)
-        if not self.parts.runs_here(self.role) or any(each.path == at for each in self.parts.found):
+        key_path: KeyPath = ("prompt_length",)
+        if not self.parts.runs_here(self.role) or any(finding.path == key_path for finding in self.parts.findings):
             return
         try:
             self.strategy.check_positions(keys, prompt, response)
         except ValueError as error:
-            self.report(at, f"{'.'.join(self.path)}: {error}", code="ROLL-C014")
+            self.report(key_path, f"{'.'.join(self.path)}: {error}", code="ROLL-C014")
 
     def _check_router_replay(self) -> None:
         """Check that engine and trainer of the policy support router replay with this model."""
@@ -483,8 +487,8 @@ class StrategyCheck:
             return
         at_mode = ("router_replay", "mode")
         if not replays_experts(provider):
-            others = [each for each in self.parts.registry.providers(type(provider)) if replays_experts(each)]
-            able = [each.name for each in others if not getattr(each, "forward_only", False)]
+            others = [other for other in self.parts.registry.providers(type(provider)) if replays_experts(other)]
+            able = [other.name for other in others if not getattr(other, "forward_only", False)]
             does = "replay an engine's experts" if self.path == (self.policy_role,) else "return the experts it chose"
             message = f"{provider.name} of {'.'.join(self.path)} does not {does}"
             hint = f"strategies that do: {', '.join(able)}; or write mode: disable"

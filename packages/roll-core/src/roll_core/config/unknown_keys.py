@@ -29,16 +29,16 @@ def suggest_key(path: KeyPath, siblings: Sequence[str], everywhere: Iterable[Key
     nested = (*parent, *name.split("."))
     if "." in name and nested in places:
         return f"{nested[-1]} belongs under {dotted(nested[:-1])}", nested[-1]
-    same = _for_training([each for each in places if each[-1] == name], path)
+    same = _for_training([place for place in places if place[-1] == name], path)
     if same:
         place = best_place(same, parent)[:-1]
         return f"{name} belongs {f'under {dotted(place)}' if place else 'at the top level'}", name
     close = closest(name, siblings)
     if close:
         return f"did you mean {close}?", close
-    close = closest(name, {each[-1] for each in places}, 0.8)
+    close = closest(name, {place[-1] for place in places}, 0.8)
     if close:
-        best = best_place([each for each in places if each[-1] == close], parent)
+        best = best_place([place for place in places if place[-1] == close], parent)
         return f"did you mean {dotted(best)}{'' if len(best) > 1 else ', at the top level'}?", close
     if 0 < len(siblings) <= MANY:
         return f"keys here are {', '.join(siblings)}", ""
@@ -65,7 +65,7 @@ def best_place(places: list[KeyPath], parent: KeyPath) -> KeyPath:
 
     best = min(places, key=lambda place: (-shared(place), len(place)))
     return tuple(
-        parent[at] if step == "*" and at < len(parent) and shared(best) > at else step for at, step in enumerate(best)
+        parent[i] if step == "*" and i < len(parent) and shared(best) > i else step for i, step in enumerate(best)
     )
 
 
@@ -86,15 +86,15 @@ def foreign_keys() -> Mapping[str, tuple[str, str]]:
     import yaml
 
     table = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_bytes())
-    return {key: (each, "") if isinstance(each, str) else (each[0], each[1]) for key, each in table.items()}
+    return {key: (entry, "") if isinstance(entry, str) else (entry[0], entry[1]) for key, entry in table.items()}
 
 
 def foreign_hint(path: KeyPath, value: Any, places: Sequence[KeyPath]) -> str:
     """Hint for an unknown key, or for the keys in an unknown mapping: their equivalents here. Empty if no framework has
     the key. `places` are the paths of all keys of the schema."""
-    found = _ours(path, places)
-    if found:
-        return f"here it is {found}" if _entry(path)[0] else f"here {found}"
+    our_key = _ours(path, places)
+    if our_key:
+        return f"here it is {our_key}" if _entry(path)[0] else f"here {our_key}"
     shown = []
     for leaf in _leaves(value, path) if isinstance(value, dict) else ():
         ours = _ours(leaf, places) or (leaf[-1] if (leaf[-1],) in places else "")
@@ -107,7 +107,7 @@ def foreign_hint(path: KeyPath, value: Any, places: Sequence[KeyPath]) -> str:
 
 def meant(path: KeyPath, value: Any) -> set[str]:
     """Names of our keys that correspond to an unknown key, or to the keys in an unknown mapping."""
-    entries = (_entry(each) for each in _leaves(value, path))
+    entries = (_entry(leaf) for leaf in _leaves(value, path))
     return {target.rpartition(".")[2] for targets, _ in entries for target in targets.split()}
 
 
@@ -115,8 +115,8 @@ def _ours(path: KeyPath, places: Sequence[KeyPath]) -> str:
     targets, note = _entry(path)
     if not targets:
         return note
-    found = [_place(target, path, places) for target in targets.split()]
-    return " and ".join(found) + (f" ({note})" if note else "") if all(found) else ""
+    names = [_place(target, path, places) for target in targets.split()]
+    return " and ".join(names) + (f" ({note})" if note else "") if all(names) else ""
 
 
 def _entry(path: KeyPath) -> tuple[str, str]:
@@ -139,5 +139,5 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[KeyPath]:
     if not isinstance(value, dict):
         yield path
         return
-    for key, each in value.items():
-        yield from _leaves(each, (*path, str(key)))
+    for key, inner in value.items():
+        yield from _leaves(inner, (*path, str(key)))

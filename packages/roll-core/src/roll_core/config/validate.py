@@ -100,11 +100,11 @@ def validate(
         _check_custom_environment(parts, schema, path, environment)
     _check_named_parts(parts, schema)
     check_executor(parts, {path: role for path, _, role in raw_roles})
-    config, found = validate_all(schema, data, owner, composed.broken)
-    parts.found += found
+    config, mistakes = validate_all(schema, data, owner, composed.broken)
+    parts.findings += mistakes
     if extra_check is not None:
-        parts.found += extra_check(schema, data, None if parts.found else config)
-    if parts.found or config is None or composed.problems:
+        parts.findings += extra_check(schema, data, None if parts.findings else config)
+    if parts.findings or config is None or composed.problems:
         raise _error(parts, schema)
     unchecked = [f"{', '.join(roles)}: the model's architecture: {why}" for why, roles in parts.unchecked.items()]
     warnings: dict[str, str] = {}
@@ -131,7 +131,7 @@ def _pipeline(parts: Parts) -> PipelineProvider | None:
     provider = parts.find(PipelineProvider, name, path)
     if provider is None:
         close = closest(name, names)
-        candidates = [each for each in parts.registry.providers(PipelineProvider) if each.name == close]
+        candidates = [provider for provider in parts.registry.providers(PipelineProvider) if provider.name == close]
         return candidates[0] if len(candidates) == 1 else None
     return provider
 
@@ -149,13 +149,13 @@ def _remove_blocks(parts: Parts, schema: type[RunConfig]) -> None:
 
 def _check_environment(parts: Parts, path: KeyPath, role: dict[Any, Any]) -> None:
     """Check that an interpreter given by its path exists, unless workers run on the hosts of a cluster."""
-    given = role.get("environment")
-    python = given.get("python") if isinstance(given, dict) else given
+    environment = role.get("environment")
+    python = environment.get("python") if isinstance(environment, dict) else environment
     exists = not isinstance(python, str) or os.sep not in python or os.path.exists(os.path.expanduser(python))
     if not exists and not parts.on_a_cluster:
-        at = (*path, "environment") if isinstance(given, str) else (*path, "environment", "python")
+        key_path = (*path, "environment") if isinstance(environment, str) else (*path, "environment", "python")
         hint = "name an interpreter, or the folder of a virtual environment"
-        parts.report(at, f"there is no {python}", hint, code="ROLL-C003")
+        parts.report(key_path, f"there is no {python}", hint, code="ROLL-C003")
 
 
 def _check_reward(parts: Parts, policy_role: str, path: KeyPath, role: dict[Any, Any]) -> None:
@@ -174,9 +174,9 @@ def _check_reward(parts: Parts, policy_role: str, path: KeyPath, role: dict[Any,
         StrategyCheck(parts, policy_role, path, schema, role).run()
     elif role.get("strategy_args") is not None:
         parts.report((*path, "strategy_args"), "a reward takes no strategy", code="ROLL-C017", at_key=True)
-    if isinstance(name, str) and schema is RewardConfig and any(each.path == at_name for each in parts.found):
+    if isinstance(name, str) and schema is RewardConfig and any(finding.path == at_name for finding in parts.findings):
         # The schema of an unknown reward is unknown, so only the common keys can be checked.
-        known = {key: each for key, each in role.items() if key in RewardConfig.model_fields}
+        known = {key: setting for key, setting in role.items() if key in RewardConfig.model_fields}
         reward = parts.by_schema(schema, known, path, owner)
     else:
         reward = parts.by_schema(schema, role, path, owner)
@@ -185,23 +185,25 @@ def _check_reward(parts: Parts, policy_role: str, path: KeyPath, role: dict[Any,
     rewards[next(key for key in rewards if str(key) == path[1])] = replaced
 
 
-def _check_custom_environment(parts: Parts, schema: type[RunConfig], path: KeyPath, given: dict[Any, Any]) -> None:
+def _check_custom_environment(
+    parts: Parts, schema: type[RunConfig], path: KeyPath, environment: dict[Any, Any]
+) -> None:
     """Check that an environment and an agent exist, and validate their options."""
-    key = "environment" if "environment" in given else "env_type"
+    key = "environment" if "environment" in environment else "env_type"
     named: tuple[tuple[str, type[Provider], str], ...] = (
         (key, EnvironmentProvider, "env_config"),
         ("agent", AgentProvider, "agent_config"),
     )
     for key, kind, options in named:
-        if isinstance(name := given.get(key), str) and name:
-            elsewhere = kind is EnvironmentProvider and given.get("python")
+        if isinstance(name := environment.get(key), str) and name:
+            elsewhere = kind is EnvironmentProvider and environment.get("python")
             provider = parts.find(kind, name, (*path, key), {"environment": elsewhere or None})
             if provider is not None and not (elsewhere and is_user_function(provider)):  # it is not importable here
-                parts.options(provider, (*path, options), given.get(options), (*path, key))
-            if isinstance(provider, EnvironmentProvider) and provider.tools and not given.get("agent"):
-                for at, reason in schema.tool_problems(parts.data).items():
+                parts.options(provider, (*path, options), environment.get(options), (*path, key))
+            if isinstance(provider, EnvironmentProvider) and provider.tools and not environment.get("agent"):
+                for tool_key, reason in schema.tool_problems(parts.data).items():
                     message = f"{'.'.join(path)} has tools: {reason}"
-                    parts.report(tuple(at.split(".")), message, TOOLS_HINT, code="ROLL-C018")
+                    parts.report(tuple(tool_key.split(".")), message, TOOLS_HINT, code="ROLL-C018")
 
 
 def _check_named_parts(parts: Parts, schema: type[RunConfig]) -> None:
@@ -259,10 +261,10 @@ def _check_estimator(parts: Parts, provider: AdvantageProvider, key: str, schema
         parts.report((key,), message, "use another estimator, such as grpo", code="ROLL-C014")
     for norm in ("norm_mean_type", "norm_std_type") if provider.normalise != "config" else ():
         if data.get(norm) not in (None, provider.normalise):
-            own = "does not normalise rewards"
+            normalises = "does not normalise rewards"
             if provider.normalise != "none":
-                own = f"itself normalises rewards by {provider.normalise}"
-            message = f"found {data[norm]}, but {name} {own}"
+                normalises = f"itself normalises rewards by {provider.normalise}"
+            message = f"found {data[norm]}, but {name} {normalises}"
             hint = f"remove {norm}, or choose an estimator that does not normalise (adv_estimator: reinforce)"
             parts.report((norm,), message, hint, code="ROLL-C014")
 
@@ -285,10 +287,10 @@ def _value(schema: type[BaseModel], data: Any, path: KeyPath) -> Any:
 
 def _error(parts: Parts, schema: type[RunConfig]) -> ConfigError:
     """All problems, in the order of the files."""
-    problems = {each: _location(parts, each) for each in parts.composed.problems}
-    for each in parts.found:
-        if not any(each.path[: len(path)] == path for path in parts.composed.broken):
-            problem, location = _problem(parts, each, schema)
+    problems = {problem: _location(parts, problem) for problem in parts.composed.problems}
+    for finding in parts.findings:
+        if not any(finding.path[: len(path)] == path for path in parts.composed.broken):
+            problem, location = _problem(parts, finding, schema)
             problems.setdefault(problem, location)
     error = ConfigError(sorted(problems, key=lambda problem: (problems[problem], problem.key)))
     error.__cause__ = parts.cause
@@ -302,32 +304,32 @@ def _location(parts: Parts, problem: ConfigProblem) -> KeyLocation:
     return parts.composed.positions.value(tuple(problem.key.split(".")))
 
 
-def _problem(parts: Parts, found: Finding, schema: type[RunConfig]) -> tuple[ConfigProblem, KeyLocation]:
+def _problem(parts: Parts, finding: Finding, schema: type[RunConfig]) -> tuple[ConfigProblem, KeyLocation]:
     positions = parts.composed.positions
-    if found.kind == "extra_forbidden" and not found.hint:
-        names = {found.path[-1], *meant(found.path, None)} & set(schema.unread)
-        found = replace(found, hint=schema.unread[min(names)]) if names else found
-    if found.kind == "extra_forbidden" and not found.hint:
-        container = schema_at(schema, found.path[:-1])
-        found = parts.with_key_hint(found, sorted(container.model_fields) if container else [], paths(schema))
-    if found.kind == "missing" or (found.path == ("pipeline",) and "pipeline" not in parts.composed.data):
-        location = positions.key(found.path[:-1])
+    if finding.kind == "extra_forbidden" and not finding.hint:
+        names = {finding.path[-1], *meant(finding.path, None)} & set(schema.unread)
+        finding = replace(finding, hint=schema.unread[min(names)]) if names else finding
+    if finding.kind == "extra_forbidden" and not finding.hint:
+        container = schema_at(schema, finding.path[:-1])
+        finding = parts.with_key_hint(finding, sorted(container.model_fields) if container else [], paths(schema))
+    if finding.kind == "missing" or (finding.path == ("pipeline",) and "pipeline" not in parts.composed.data):
+        location = positions.key(finding.path[:-1])
     else:
-        path = subject_of(found, parts.composed.data)
-        location = positions.key(path) if found.at_key else positions.value(path)
-    message = found.message
-    through = None if found.at_key else positions.through(found.path)
+        path = subject_of(finding, parts.composed.data)
+        location = positions.key(path) if finding.at_key else positions.value(path)
+    message = finding.message
+    through = None if finding.at_key else positions.through(finding.path)
     if through is not None:
         interpolation, target = through
-        if interpolation.from_environment and found.shown:
+        if interpolation.from_environment and finding.shown:
             # Do not show the value of an environment variable: it may be intended for another key.
-            message = message.replace(found.shown, "text" if found.shown[0] in "'\"" else "a value", 1)
-            found = replace(found, hint="${oc.decode:${oc.env:NAME}} reads a variable as a number, a list, …")
+            message = message.replace(finding.shown, "text" if finding.shown[0] in "'\"" else "a value", 1)
+            finding = replace(finding, hint="${oc.decode:${oc.env:NAME}} reads a variable as a number, a list, …")
         message += f" (from {interpolation.text}{'' if target is None else f', written at {target}'})"
-    *above, last = found.path or ("",)
-    if found.kind == "invalid_key" and last in ("True", "False"):
+    *above, last = finding.path or ("",)
+    if finding.kind == "invalid_key" and last in ("True", "False"):
         last = last.lower()  # as YAML spells it
-    return ConfigProblem(str(location), ".".join((*above, last)), message, found.hint, code_of(found)), location
+    return ConfigProblem(str(location), ".".join((*above, last)), message, finding.hint, code_of(finding)), location
 
 
 def _restore_name(config: M, key: str, name: str) -> M:

@@ -39,7 +39,7 @@ def choose_transport(
     registry: Registry,
     sender: RoleFacts,
     receiver: RoleFacts,
-    wanted: str | None = None,
+    transport: str | None = None,
     *,
     rejected: Mapping[str, str] | None = None,
 ) -> TransportChoice:
@@ -49,13 +49,13 @@ def choose_transport(
     """
     listed: list[str] = []
     others: list[str] = []
-    for provider in _candidates(registry, wanted):
+    for provider in _candidates(registry, transport):
         reason = (rejected or {}).get(provider.name) or _unavailable(provider, sender, receiver)
         if not reason:
             return TransportChoice(provider, tuple(listed))
         for_receiver = provider.any_strategy or provider.name in receiver.weight_transports
-        (listed if for_receiver or wanted else others).append(f"{provider.name}: {reason}")
-    mentioned = [each for each in others if each.partition(":")[0] in sender.weight_transports]
+        (listed if for_receiver or transport else others).append(f"{provider.name}: {reason}")
+    mentioned = [reason for reason in others if reason.partition(":")[0] in sender.weight_transports]
     reasons = "; ".join(listed + mentioned) or "they list none in common"
     remedy = "run them in separate processes" if one_process(sender, receiver) else "place them differently"
     raise UnsupportedError(
@@ -66,7 +66,7 @@ def choose_transport(
 
 def common_transports(registry: Registry, sender: RoleFacts, receiver: RoleFacts) -> list[WeightTransportProvider]:
     """Transports that both strategies work with, by priority, wherever their workers are."""
-    return [each for each in _candidates(registry, None) if not _unlisted(each, sender, receiver)]
+    return [provider for provider in _candidates(registry, None) if not _unlisted(provider, sender, receiver)]
 
 
 def within_one_process(
@@ -75,18 +75,18 @@ def within_one_process(
     engine: InferProvider,
     *,
     directory: str | None = None,
-    wanted: str | None = None,
+    transport: str | None = None,
 ) -> str:
     """Reason why weights cannot be sent within one process; empty if they can."""
-    sender, receiver = (_in_one_process(each, directory) for each in (trainer, engine))
+    sender, receiver = (_in_one_process(provider, directory) for provider in (trainer, engine))
     try:
-        choose_transport(registry, sender, receiver, wanted)
+        choose_transport(registry, sender, receiver, transport)
     except UnsupportedError as error:
         if directory:
             return "model_update_dir needs trainers and engines in separate processes"
-        if wanted:
+        if transport:
             return str(error)
-        names = ", ".join(each.name for each in common_transports(registry, sender, receiver))
+        names = ", ".join(provider.name for provider in common_transports(registry, sender, receiver))
         return f"{trainer.name} sends weights to {engine.name} by {names}, which need separate processes"
     return ""
 
@@ -96,31 +96,33 @@ def weight_finding(
 ) -> Finding | None:
     """A mistake in the config `data` that leaves the pair without a weight transport. `at_engine`: key of the engine's
     strategy."""
-    directory, given = data.get("model_update_dir"), data.get("weight_transport")
-    wanted = given if isinstance(given, str) else None
-    sender, receiver = (_in_one_process(each, directory) for each in (trainer, engine))
+    directory, transport_name = data.get("model_update_dir"), data.get("weight_transport")
+    transport = transport_name if isinstance(transport_name, str) else None
+    sender, receiver = (_in_one_process(provider, directory) for provider in (trainer, engine))
     try:
-        candidates = list(_candidates(registry, wanted))
+        candidates = list(_candidates(registry, transport))
     except PluginError:  # reported at the key itself
         return None
-    reasons = {each.name: _unsuitable(each, sender, receiver) for each in candidates}
+    reasons = {provider.name: _unsuitable(provider, sender, receiver) for provider in candidates}
     if not all(reasons.values()):
         return None
     common = common_transports(registry, sender, receiver)
-    at: KeyPath = ("weight_transport",) if wanted else ("model_update_dir",) if directory and common else at_engine
-    why = "; ".join(f"{each.name}: {reasons[each.name]}" for each in (candidates if wanted else common))
+    key_path: KeyPath = (
+        ("weight_transport",) if transport else ("model_update_dir",) if directory and common else at_engine
+    )
+    why = "; ".join(f"{provider.name}: {reasons[provider.name]}" for provider in (candidates if transport else common))
     message = f"no weight transport connects {trainer.name} and {engine.name}: {why or 'they list none in common'}"
-    sends, receives = (", ".join(each.weight_transports) or "none" for each in (sender, receiver))
+    sends, receives = (", ".join(side.weight_transports) or "none" for side in (sender, receiver))
     hint = f"{trainer.name} sends by {sends}, {engine.name} receives by {receives}"
-    return Finding(at, message, hint, code="ROLL-C030")
+    return Finding(key_path, message, hint, code="ROLL-C030")
 
 
-def _candidates(registry: Registry, wanted: str | None) -> Iterator[WeightTransportProvider]:
-    if wanted:
-        yield registry.find(WeightTransportProvider, wanted)
+def _candidates(registry: Registry, transport: str | None) -> Iterator[WeightTransportProvider]:
+    if transport:
+        yield registry.find(WeightTransportProvider, transport)
         return
-    found = [each for each in registry.providers(WeightTransportProvider) if each.priority > 0]
-    yield from sorted(found, key=lambda each: -each.priority)
+    usable = [provider for provider in registry.providers(WeightTransportProvider) if provider.priority > 0]
+    yield from sorted(usable, key=lambda provider: -provider.priority)
 
 
 def _unavailable(provider: WeightTransportProvider, sender: RoleFacts, receiver: RoleFacts) -> str | None:

@@ -63,12 +63,12 @@ def raised_by(error: BaseException, plugins: Iterable[Plugin]) -> str:
     executors = {
         package
         for plugin, packages in foreign.items()
-        if isinstance(error, RollError) and any(isinstance(each, ExecutorProvider) for each in plugin.providers)
+        if isinstance(error, RollError) and any(isinstance(record, ExecutorProvider) for record in plugin.providers)
         for package in packages
     }
     for frames in _tracebacks(error):
-        if found := _part(frames, foreign, executors):
-            return found
+        if part := _part(frames, foreign, executors):
+            return part
     return ""
 
 
@@ -80,11 +80,11 @@ def _packages(plugin: Plugin) -> frozenset[str]:
 
 def _tracebacks(error: BaseException) -> Iterator[list[_Frame]]:
     """Yield the tracebacks of each exception, first cause first; frames are ordered outermost first."""
-    for each in reversed(list(chain(error))):
-        sent = each.trace if isinstance(each, RollError) else ""
+    for cause in reversed(list(chain(error))):
+        sent = cause.trace if isinstance(cause, RollError) else ""
         for block in sent.split(_BEGIN)[1:]:
-            yield [_Frame(at["file"], int(at["number"]), at["function"]) for at in _LINE.finditer(block)]
-        walked = traceback.walk_tb(each.__traceback__)
+            yield [_Frame(line["file"], int(line["number"]), line["function"]) for line in _LINE.finditer(block)]
+        walked = traceback.walk_tb(cause.__traceback__)
         yield [_Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname) for frame, line in walked]
 
 
@@ -112,8 +112,10 @@ def _names(plugin: Plugin, package: str, module: str, frames: Sequence[_Frame]) 
         if frame.module(package) and frame.function in plugin.hooks:
             return f"hook {frame.function}"
         target = f"{frame.module(package)}:{frame.function.partition('.')[0]}"
-        if found := [record for record in plugin.providers if record.target == target]:
-            return " or ".join(map(described, found))
-    called = tuple(_CALLERS[name] for each in frames if (name := each.module(_CORE)) in _CALLERS)
-    found = [record for record in plugin.providers if record.target.partition(":")[0] == module]
-    return " or ".join(map(described, [each for each in found if isinstance(each, called)] or found)) or "code"
+        if records := [record for record in plugin.providers if record.target == target]:
+            return " or ".join(map(described, records))
+    called = tuple(_CALLERS[name] for frame in frames if (name := frame.module(_CORE)) in _CALLERS)
+    records = [record for record in plugin.providers if record.target.partition(":")[0] == module]
+    return (
+        " or ".join(map(described, [record for record in records if isinstance(record, called)] or records)) or "code"
+    )

@@ -87,11 +87,13 @@ def load_plugins(
     installed. Names in `ROLL_PLUGINS` that are not installed are part of the result. `path` replaces `sys.path` for the
     search.
     """
-    found = sorted(_discover(path), key=lambda plugin: (normalise(plugin.package) != CORE, normalise(plugin.package)))
-    _refuse_unknown(disabled, found)
+    discovered = sorted(
+        _discover(path), key=lambda plugin: (normalise(plugin.package) != CORE, normalise(plugin.package))
+    )
+    _refuse_unknown(disabled, discovered)
     allowed = _allowed(environ)
     plugins = []
-    for plugin in found:
+    for plugin in discovered:
         if _is_named(plugin, disabled):
             plugins.append(replace(plugin, state="disabled"))
         elif allowed is not None and not _is_named(plugin, allowed) and normalise(plugin.package) != CORE:
@@ -101,7 +103,7 @@ def load_plugins(
         else:
             plugins.append(_load(plugin))
     for name in sorted(allowed or ()):
-        if not any(_is_named(plugin, {name}) for plugin in found):
+        if not any(_is_named(plugin, {name}) for plugin in discovered):
             plugins.append(Plugin(package=name, version="", entry_point="", target="", state="not installed"))
     return tuple(plugins)
 
@@ -167,14 +169,14 @@ def _allowed(environ: Mapping[str, str]) -> set[str] | None:
 
 
 def _is_named(plugin: Plugin, names: Collection[str]) -> bool:
-    wanted = {normalise(name) for name in names}
-    return normalise(plugin.package) in wanted or normalise(plugin.entry_point) in wanted
+    normalised = {normalise(name) for name in names}
+    return normalise(plugin.package) in normalised or normalise(plugin.entry_point) in normalised
 
 
-def _refuse_unknown(disabled: Collection[str], found: list[Plugin]) -> None:
+def _refuse_unknown(disabled: Collection[str], plugins: list[Plugin]) -> None:
     for name in disabled:
-        if not any(_is_named(plugin, {name}) for plugin in found):
-            installed = sorted({plugin.package for plugin in found})
+        if not any(_is_named(plugin, {name}) for plugin in plugins):
+            installed = sorted({plugin.package for plugin in plugins})
             close = closest(normalise(name), installed)
             hint = f"did you mean {close}?" if close else f"installed: {', '.join(installed)}"
             raise PluginError(f"--disable-plugin {name}: there is no such plugin; {hint}")
@@ -253,8 +255,8 @@ class _Manager(pluggy.PluginManager):
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         if isinstance(plugin, ModuleType):
-            found = vars(plugin).get(name)
-            if not callable(found) or isinstance(found, type):
+            function = vars(plugin).get(name)
+            if not callable(function) or isinstance(function, type):
                 return None
         return super().parse_hookimpl_opts(plugin, name)
 
@@ -276,7 +278,7 @@ def _hook_names(manager: pluggy.PluginManager, module: Any) -> set[str]:
 
     Rejects misspelt hooks, and hook functions without `@hookimpl`: pluggy would call neither.
     """
-    found = set()
+    implemented = set()
     for name in dir(module):
         options = manager.parse_hookimpl_opts(module, name)
         if options is not None:
@@ -287,18 +289,18 @@ def _hook_names(manager: pluggy.PluginManager, module: Any) -> set[str]:
                 raise _BrokenContractError(f"{hook} is not a hook; {hint}")
             if inspect.iscoroutinefunction(getattr(module, name)):
                 raise _BrokenContractError(f"{hook} is a coroutine function, which nothing would await")
-            found.add(hook)
+            implemented.add(hook)
         elif name.startswith("roll_") and callable(getattr(module, name, None)):
             close = closest(name, HOOK_NAMES, 0.85)
             if close:
                 raise _BrokenContractError(
                     f"{name} is not marked with @hookimpl, so it is never called; mark it, as {close}"
                 )
-    if not found:
+    if not implemented:
         raise _BrokenContractError(
             f"it has no function marked with @hookimpl, expected at least one of {', '.join(sorted(HOOK_NAMES))}"
         )
-    return found
+    return implemented
 
 
 def _call(manager: pluggy.PluginManager, kind: Kind) -> list[Provider]:

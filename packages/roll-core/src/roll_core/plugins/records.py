@@ -124,26 +124,26 @@ def _check_needs(needs: tuple[str | tuple[str, ...], ...]) -> str:
     for need in needs:
         if not need:
             return f"needs has {need!r}, expected a requirement (PEP 508)"
-        for each in alternatives(need):
-            if _COMMON_NEED.fullmatch(each):
+        for requirement in alternatives(need):
+            if _COMMON_NEED.fullmatch(requirement):
                 continue
             from packaging.requirements import InvalidRequirement, Requirement
 
             try:
-                Requirement(each)
+                Requirement(requirement)
             except InvalidRequirement as error:
-                return f"needs has {each!r}, expected a requirement (PEP 508): {str(error).splitlines()[0]}"
+                return f"needs has {requirement!r}, expected a requirement (PEP 508): {str(error).splitlines()[0]}"
     return ""
 
 
 def _check_fields(record: Any, prefix: str = "") -> str:
     cls: Any = type(record)
     hints = _hints(cls)
-    for each in fields(record):
-        value = getattr(record, each.name)
-        name = prefix + each.name
-        if not _matches(value, hints[each.name]):
-            return f"{name} is {show(value)}, expected {_spell(hints[each.name])}"
+    for field in fields(record):
+        value = getattr(record, field.name)
+        name = prefix + field.name
+        if not _matches(value, hints[field.name]):
+            return f"{name} is {show(value)}, expected {_spell(hints[field.name])}"
         if is_dataclass(value):
             problem = _check_fields(value, f"{name}.")
             if problem:
@@ -159,11 +159,11 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _matches(value: object, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return value in arguments and type(value) in {type(each) for each in arguments}
+        return value in arguments and type(value) in {type(argument) for argument in arguments}
     if origin is tuple:
-        return type(value) is tuple and all(_matches(each, arguments[0]) for each in value)
+        return type(value) is tuple and all(_matches(element, arguments[0]) for element in value)
     if origin in (typing.Union, UnionType):
-        return any(_matches(value, each) for each in arguments)
+        return any(_matches(value, alternative) for alternative in arguments)
     if hint in (int, bool, str, float, NoneType):
         return type(value) is hint
     return isinstance(value, hint)
@@ -172,11 +172,11 @@ def _matches(value: object, hint: Any) -> bool:
 def _spell(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return "one of " + ", ".join(repr(each) for each in arguments)
+        return "one of " + ", ".join(repr(choice) for choice in arguments)
     if origin is tuple:
         return f"a tuple, each item {_spell(arguments[0])}"
     if origin in (typing.Union, UnionType):
-        return " or ".join(_spell(each) for each in arguments)
+        return " or ".join(_spell(alternative) for alternative in arguments)
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 

@@ -127,7 +127,7 @@ class Registry:
         return normalise(plugin.package) in (CORE, *_released_together())
 
     def _plugin(self, record: Provider) -> Plugin | None:
-        return next((each for each in self.plugins if any(record is one for one in each.providers)), None)
+        return next((plugin for plugin in self.plugins if any(record is one for one in plugin.providers)), None)
 
     def _offers(self, kind: type[P], name: str) -> list[tuple[Plugin, P]]:
         package, slash, bare = name.rpartition("/")
@@ -162,7 +162,7 @@ class Registry:
         failed = [plugin for plugin in self.plugins if plugin.state == "failed"]
         lines = [*lines, f"available: {', '.join(self.names(kind)) or 'none'}"]
         lines += [f"failed to load: {plugin}: {plugin.cause}" for plugin in failed]
-        lines += [f"not loaded: {each} ({_WHY[each.state]})" for each in self.plugins if each.state in _WHY]
+        lines += [f"not loaded: {plugin} ({_WHY[plugin.state]})" for plugin in self.plugins if plugin.state in _WHY]
         error = UnknownProviderError("\n    ".join(lines))
         error.__cause__ = failed[0].error if failed else None
         return error
@@ -181,8 +181,12 @@ class Registry:
         elif hint := hints.get(bare.lower()):
             lines.append(hint)
         elif bare not in known:
-            found = closest(bare, [*names, *known])
-            close = [found] if found else sorted(each for each in {*names, *known} if bare and each.startswith(bare))
+            closest_name = closest(bare, [*names, *known])
+            close = (
+                [closest_name]
+                if closest_name
+                else sorted(known_name for known_name in {*names, *known} if bare and known_name.startswith(bare))
+            )
             if close:
                 lines[0] += f"; did you mean {' or '.join(map(repr, close))}?"
                 bare = close[0]
@@ -234,11 +238,11 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
     for callback in callbacks:
         name = _name(callback)
-        given = [each for each in dir(callback) if each.startswith("roll_")]
-        if isinstance(callback, type) or not given:
-            found = "a class" if isinstance(callback, type) else "an object without any of these methods"
-            raise ContractError(f"{name}: found {found}, expected an object with {', '.join(EVENTS)}")
-        for hook in given:
+        hooks = [attribute for attribute in dir(callback) if attribute.startswith("roll_")]
+        if isinstance(callback, type) or not hooks:
+            kind = "a class" if isinstance(callback, type) else "an object without any of these methods"
+            raise ContractError(f"{name}: found {kind}, expected an object with {', '.join(EVENTS)}")
+        for hook in hooks:
             if hook not in EVENTS:
                 raise ContractError(f"{name}: {hook} is not an event hook; did you mean {closest(hook, EVENTS, 0.0)}?")
             if inspect.iscoroutinefunction(getattr(callback, hook)):
@@ -288,11 +292,17 @@ class Events:
         written: list[Path] = []
         for plugin in self._plugins:
             try:
-                found = _call(plugin, "roll_run_recorded", directory=directory)
+                written_paths = _call(plugin, "roll_run_recorded", directory=directory)
             except PluginHookError as error:
                 log.error("%s", error.described(), exc_info=error)
             else:
-                written += found if isinstance(found, list) else [] if found is None else [found]
+                written += (
+                    written_paths
+                    if isinstance(written_paths, list)
+                    else []
+                    if written_paths is None
+                    else [written_paths]
+                )
         return written
 
 

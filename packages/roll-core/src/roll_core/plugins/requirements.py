@@ -26,17 +26,17 @@ def check_requirements(provider: Provider, *, owner: str) -> None:
     The message lists all missing or mismatched packages: the version found, the version expected, the install command.
     """
     if unmet := _unmet(provider):
-        problems = [", and ".join(_problem(each) for each in need) for need in unmet]
-        wanted = [next((each for each in need if _installed(each)), need[0]) for need in unmet]
-        for each in wanted:
-            each.marker = None
-        raise _missing(owner, problems, *map(str, wanted))
+        problems = [", and ".join(_problem(requirement) for requirement in need) for need in unmet]
+        to_install = [next((requirement for requirement in need if _installed(requirement)), need[0]) for need in unmet]
+        for requirement in to_install:
+            requirement.marker = None
+        raise _missing(owner, problems, *map(str, to_install))
 
 
 def is_absent(provider: Provider) -> bool:
     """True if requirements are unmet only because their packages are not installed, in whichever version."""
     unmet = _unmet(provider)
-    return bool(unmet) and not any(_installed(each) for need in unmet for each in need)
+    return bool(unmet) and not any(_installed(requirement) for need in unmet for requirement in need)
 
 
 def _unmet(provider: Provider) -> list[list[Requirement]]:
@@ -45,9 +45,12 @@ def _unmet(provider: Provider) -> list[list[Requirement]]:
         return []
     from packaging.requirements import Requirement as Parsed
 
-    needs = [[Parsed(each) for each in alternatives(need)] for need in provider.needs]
-    needs = [[each for each in need if each.marker is None or each.marker.evaluate()] for need in needs]
-    return [need for need in needs if need and all(_problem(each) for each in need)]
+    needs = [[Parsed(text) for text in alternatives(need)] for need in provider.needs]
+    needs = [
+        [requirement for requirement in need if requirement.marker is None or requirement.marker.evaluate()]
+        for need in needs
+    ]
+    return [need for need in needs if need and all(_problem(requirement) for requirement in need)]
 
 
 def check_extra(extra: str, *, what: str) -> None:
@@ -55,7 +58,7 @@ def check_extra(extra: str, *, what: str) -> None:
 
     `what` names the feature that needs the extra.
     """
-    if problems := [problem for each in core_requirements(extra) if (problem := _problem(each))]:
+    if problems := [problem for requirement in core_requirements(extra) if (problem := _problem(requirement))]:
         raise _missing(what, problems, f"{CORE}[{extra}]")
 
 
@@ -63,11 +66,19 @@ def core_requirements(extra: str = "") -> list[Requirement]:
     """Requirements of roll-core in this environment: the unconditional ones, or those that only `extra` adds."""
     from packaging.requirements import Requirement as Parsed
 
-    found = [Parsed(each) for each in importlib.metadata.requires(CORE) or ()]
-    always = [each for each in found if each.marker is None or each.marker.evaluate({"extra": ""})]
+    requirements = [Parsed(text) for text in importlib.metadata.requires(CORE) or ()]
+    always = [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
     if not extra:
         return always
-    return [each for each in found if each not in always and each.marker and each.marker.evaluate({"extra": extra})]
+    return [
+        requirement
+        for requirement in requirements
+        if requirement not in always and requirement.marker and requirement.marker.evaluate({"extra": extra})
+    ]
 
 
 def _missing(who: str, problems: list[str], *requirements: str) -> MissingRequirementError:
@@ -84,7 +95,7 @@ def _installed(requirement: Requirement) -> str:
 
 def _problem(requirement: Requirement) -> str:
     """Why a requirement is not met; empty if it is met."""
-    found, expected = _installed(requirement), str(requirement.specifier) or "any version"
-    if found and requirement.specifier.contains(found, prereleases=True):
+    version, expected = _installed(requirement), str(requirement.specifier) or "any version"
+    if version and requirement.specifier.contains(version, prereleases=True):
         return ""
-    return f"{requirement.name} {f'{found} is' if found else 'is not'} installed, expected {expected}"
+    return f"{requirement.name} {f'{version} is' if version else 'is not'} installed, expected {expected}"

@@ -41,8 +41,8 @@ def signature_problem(record: Provider) -> str:
     if record.target.startswith("roll_core."):
         return ""
     _forget_files()
-    wanted = kind_of(type(record)).contract
-    return _problem(wanted, _source(wanted), record.target, _source(record.target))
+    contract = kind_of(type(record)).contract
+    return _problem(contract, _source(contract), record.target, _source(record.target))
 
 
 def import_problem(record: Provider) -> str:
@@ -72,11 +72,14 @@ def _missing_imports(module: str, seen: set[str]) -> str:
         root = name.partition(".")[0]
         if root not in (package, *OURS):
             continue
-        if problem := next(filter(None, (_missing(name, each) for each in names or ("",))), ""):
+        if problem := next(filter(None, (_missing(name, imported) for imported in names or ("",))), ""):
             release = f"; {CHANGES} lists what was renamed" if root in OURS else ""
             return f"{module} cannot be imported: {problem}{release}"
         if root == package:
-            modules = [name, *(f"{name}.{each}" for each in names if _spec(f"{name}.{each}") is not None)]
+            modules = [
+                name,
+                *(f"{name}.{submodule}" for submodule in names if _spec(f"{name}.{submodule}") is not None),
+            ]
             for below in modules:
                 if below not in seen and (problem := _missing_imports(below, seen)):
                     return problem
@@ -102,19 +105,19 @@ def _missing(module: str, name: str) -> str:
 
 
 @lru_cache(maxsize=128)
-def _problem(wanted: str, contract_source: bytes, target: str, source: bytes) -> str:
+def _problem(contract_target: str, contract_source: bytes, target: str, source: bytes) -> str:
     """`signature_problem` of two names and the sources of their modules. Parsing takes most of a config's load time."""
-    contract, found = _definition(wanted, contract_source), _definition(target, source)
-    if not isinstance(contract, ast.ClassDef) or found is None:
+    contract, definition = _definition(contract_target, contract_source), _definition(target, source)
+    if not isinstance(contract, ast.ClassDef) or definition is None:
         return ""
     expected = _methods(contract)
-    if isinstance(found, ast.ClassDef):
-        for name, method in _methods(found).items():
+    if isinstance(definition, ast.ClassDef):
+        for name, method in _methods(definition).items():
             if name in expected and (why := _why_not(method, expected[name].args.args, expected[name])):
                 return f"{target}.{name} cannot be called as {contract.name}.{name} is: {why}"
-    elif "__call__" in expected and not found.decorator_list:
+    elif "__call__" in expected and not definition.decorator_list:
         called = expected["__call__"]
-        if why := _why_not(found, called.args.args[1:], called):
+        if why := _why_not(definition, called.args.args[1:], called):
             return f"{target} cannot be called as {contract.name} is: {why}"
     return ""
 
@@ -125,22 +128,22 @@ def _problem(wanted: str, contract_source: bytes, target: str, source: bytes) ->
 def _methods(definition: ast.ClassDef) -> dict[str, Function]:
     """Public methods, `__init__` and `__call__`; only `abstractmethod` and `override` are allowed as decorators."""
     return {
-        each.name: each
-        for each in definition.body
-        if isinstance(each, Function)
-        and (each.name in ("__init__", "__call__") or not each.name.startswith("_"))
-        and all(ast.unparse(mark) in ("abstractmethod", "override") for mark in each.decorator_list)
+        method.name: method
+        for method in definition.body
+        if isinstance(method, Function)
+        and (method.name in ("__init__", "__call__") or not method.name.startswith("_"))
+        and all(ast.unparse(mark) in ("abstractmethod", "override") for mark in method.decorator_list)
     }
 
 
-def _why_not(found: Function, positional: list[ast.arg], expected: Function) -> str:
+def _why_not(function: Function, positional: list[ast.arg], expected: Function) -> str:
     """Why `found` does not accept `positional` plus the keyword-only parameters of `expected`; empty if it does."""
-    by_name = {each.arg: None for each in expected.args.kwonlyargs}
+    by_name = {parameter.arg: None for parameter in expected.args.kwonlyargs}
     try:
-        _signature(found.args).bind(*positional, **by_name)
+        _signature(function.args).bind(*positional, **by_name)
     except (TypeError, ValueError) as error:  # ValueError: two parameters of one name
-        given = [each.arg for each in positional] + [f"{name}=" for name in by_name]
-        return f"given {', '.join(given)}: {error}"
+        arguments = [parameter.arg for parameter in positional] + [f"{name}=" for name in by_name]
+        return f"given {', '.join(arguments)}: {error}"
     return ""
 
 
@@ -149,21 +152,21 @@ def _signature(args: ast.arguments) -> inspect.Signature:
     kinds, none = inspect.Parameter, inspect.Parameter.empty
     positional = [*args.posonlyargs, *args.args]
     required = len(positional) - len(args.defaults)
-    found = [
+    parameters = [
         inspect.Parameter(
-            each.arg,
-            kinds.POSITIONAL_ONLY if at < len(args.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
-            default=none if at < required else None,
+            arg.arg,
+            kinds.POSITIONAL_ONLY if i < len(args.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
+            default=none if i < required else None,
         )
-        for at, each in enumerate(positional)
+        for i, arg in enumerate(positional)
     ]
     if args.vararg is not None:
-        found.append(inspect.Parameter(args.vararg.arg, kinds.VAR_POSITIONAL))
-    for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found.append(inspect.Parameter(each.arg, kinds.KEYWORD_ONLY, default=none if default is None else None))
+        parameters.append(inspect.Parameter(args.vararg.arg, kinds.VAR_POSITIONAL))
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        parameters.append(inspect.Parameter(arg.arg, kinds.KEYWORD_ONLY, default=none if default is None else None))
     if args.kwarg is not None:
-        found.append(inspect.Parameter(args.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature(found)
+        parameters.append(inspect.Parameter(args.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
 
 
 def _definition(target: str, source: bytes) -> Function | ast.ClassDef | None:
@@ -173,7 +176,7 @@ def _definition(target: str, source: bytes) -> Function | ast.ClassDef | None:
     except (ValueError, SyntaxError):
         return None
     name = target.partition(":")[2]
-    named = [each for each in tree.body if isinstance(each, Function | ast.ClassDef) and each.name == name]
+    named = [node for node in tree.body if isinstance(node, Function | ast.ClassDef) and node.name == name]
     return named[-1] if named else None
 
 
@@ -214,33 +217,33 @@ def _imports(module: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         return ()
     spec = _spec(module)
     is_package = spec is not None and spec.submodule_search_locations is not None
-    found: list[tuple[str, tuple[str, ...]]] = []
+    imports: list[tuple[str, tuple[str, ...]]] = []
     for statement in _statements(body):
         if isinstance(statement, ast.Import):
-            found += [(alias.name, ()) for alias in statement.names]
+            imports += [(alias.name, ()) for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom):
             above = module.split(".")[: -statement.level + is_package or None] if statement.level else []
             names = tuple(alias.name for alias in statement.names if alias.name != "*")
-            found.append((".".join([*above, *filter(None, [statement.module])]), names))
-    return tuple(found)
+            imports.append((".".join([*above, *filter(None, [statement.module])]), names))
+    return tuple(imports)
 
 
 @lru_cache(maxsize=256)
 def _names(source: bytes) -> frozenset[str] | None:
     """Names that a module binds; None if it computes some of them."""
-    found: set[str] = set()
+    bound: set[str] = set()
     nodes: list[ast.AST] = list(_parsed(source).body)
     while nodes:
         node = nodes.pop()
         if isinstance(node, Function | ast.ClassDef):
-            found.add(node.name)
+            bound.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name):
-            found |= {node.id} if isinstance(node.ctx, ast.Store) else set()
+            bound |= {node.id} if isinstance(node.ctx, ast.Store) else set()
         else:
             nodes += ast.iter_child_nodes(node)
-    return None if found & {"*", "__getattr__"} or b"globals()" in source else frozenset(found)
+    return None if bound & {"*", "__getattr__"} or b"globals()" in source else frozenset(bound)
 
 
 @lru_cache(maxsize=1024)

@@ -33,29 +33,29 @@ def load_target(target: str, *, owner: str) -> Any:
     if not module_name or not attribute:
         raise PluginLoadError(f"{owner}: target {target!r} is not 'module:attribute'")
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # third-party code: SystemExit must not end the run silently
         raise PluginLoadError(f"{owner}: importing {module_name} failed: {one_line(error)}") from error
     for name in attribute.split("."):
         try:
-            found = getattr(found, name)
+            value = getattr(value, name)
         except AttributeError as error:
             raise PluginLoadError(f"{owner}: {module_name} has no {attribute!r}") from error
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a module that imports its attributes when they are read
             raise PluginLoadError(f"{owner}: importing {target} failed: {one_line(error)}") from error
-    return found
+    return value
 
 
 def load_class(target: str, base: type[T], *, owner: str) -> type[T]:
     """Import the class that `target` names. Raises `PluginLoadError` if it is missing or no subclass of `base`."""
-    found = load_target(target, owner=owner)
-    if not isinstance(found, type) or not issubclass(found, base):
+    cls = load_target(target, owner=owner)
+    if not isinstance(cls, type) or not issubclass(cls, base):
         raise PluginLoadError(f"{owner}: {target} is not a subclass of {base.__module__}.{base.__qualname__}")
-    return found
+    return cls
 
 
 def data_file(target: str, *, owner: str) -> Path:
@@ -96,22 +96,22 @@ def options_schema(record: Provider) -> type[Config]:
     from roll_core.spec.providers import AgentProvider, EnvironmentProvider
 
     contract = load_target(kind_of(type(record)).contract, owner="roll-core")
-    found: Any = load_target(record.target, owner=record.name)
-    given: list[str] = []
-    if isinstance(record, EnvironmentProvider) or (isinstance(record, AgentProvider) and isinstance(found, type)):
+    callee: Any = load_target(record.target, owner=record.name)
+    contract_parameters: list[str] = []
+    if isinstance(record, EnvironmentProvider) or (isinstance(record, AgentProvider) and isinstance(callee, type)):
         load_class(record.target, contract, owner=record.name)
     else:
         called = contract.run if isinstance(record, AgentProvider) else contract.__call__
-        given = list(inspect.signature(called).parameters)[1:]
+        contract_parameters = list(inspect.signature(called).parameters)[1:]
     try:
-        return signature_schema(found, given)
+        return signature_schema(callee, contract_parameters)
     except TypeError as error:
         raise PluginLoadError(f"{record.target} {error}") from error
 
 
 def known_errors(record: KnownErrorsProvider, *, owner: str) -> tuple[KnownError, ...]:
     """Known errors that a record lists. Raises `PluginLoadError` unless the target is a tuple of `KnownError`."""
-    found = load_target(record.target, owner=owner)
-    if not isinstance(found, tuple) or not all(isinstance(each, KnownError) for each in found):
+    errors = load_target(record.target, owner=owner)
+    if not isinstance(errors, tuple) or not all(isinstance(error, KnownError) for error in errors):
         raise PluginLoadError(f"{owner}: {record.target} is not a tuple of KnownError")
-    return found
+    return errors

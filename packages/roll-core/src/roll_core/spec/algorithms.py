@@ -141,42 +141,44 @@ class PolicyLoss(Protocol):
 F = TypeVar("F", bound="Callable[..., Any]")
 
 
-def option_parameters(function: Callable[..., Any], num_given: int) -> dict[str, inspect.Parameter]:
-    """Options of a function by name: its parameters after the first `num_given`, which those of its contract are."""
+def option_parameters(function: Callable[..., Any], num_contract: int) -> dict[str, inspect.Parameter]:
+    """Options of a function by name: its parameters after the first `num_contract`, which those of its contract are."""
     return {
-        each.name: each
-        for at, each in enumerate(inspect.signature(function).parameters.values())
-        if each.kind is each.KEYWORD_ONLY or (each.kind is each.POSITIONAL_OR_KEYWORD and at >= num_given)
+        parameter.name: parameter
+        for i, parameter in enumerate(inspect.signature(function).parameters.values())
+        if parameter.kind is parameter.KEYWORD_ONLY
+        or (parameter.kind is parameter.POSITIONAL_OR_KEYWORD and i >= num_contract)
     }
 
 
 def bind_options(function: F, contract: type, options: Mapping[str, Any]) -> F:
     """Bind the options that `function` takes as parameters, see `option_parameters`."""
-    num_given = len(inspect.signature(contract.__call__).parameters) - 1
-    taken = {name: options[name] for name in option_parameters(function, num_given) if name in options}
+    num_contract = len(inspect.signature(contract.__call__).parameters) - 1
+    taken = {name: options[name] for name in option_parameters(function, num_contract) if name in options}
     return cast("F", partial(function, **taken)) if taken else function
 
 
-def signature_schema(function: Callable[..., Any], given: Sequence[str]) -> type[Config]:
-    """Schema of the options of a user's function or class: its parameters after those of its contract, `given`.
+def signature_schema(function: Callable[..., Any], contract_parameters: Sequence[str]) -> type[Config]:
+    """Schema of the options of a user's function or class: its parameters after `contract_parameters`.
 
     An option without an annotation has the type of its default. Raises `TypeError` if the function cannot be called
-    with `given` and its options, or if pydantic cannot validate an annotation. The message begins with a verb.
+    with `contract_parameters` and its options, or if pydantic cannot validate an annotation. The message begins with a
+    verb.
     """
     from pydantic import PydanticUserError, create_model
 
     from roll_core.spec.config import Config
 
     try:
-        options = option_parameters(function, len(given))
-        inspect.signature(function).bind(*given, **dict.fromkeys(options))
+        options = option_parameters(function, len(contract_parameters))
+        inspect.signature(function).bind(*contract_parameters, **dict.fromkeys(options))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"cannot be called as f({', '.join([*given, '**options'])}): {error}") from error
+        raise TypeError(f"cannot be called as f({', '.join([*contract_parameters, '**options'])}): {error}") from error
     fields: dict[str, Any] = {}
-    for name, each in options.items():
-        guessed = Any if each.default in (None, each.empty) else type(each.default)
-        annotation = guessed if each.annotation is each.empty else each.annotation
-        fields[name] = (annotation, ... if each.default is each.empty else each.default)
+    for name, parameter in options.items():
+        guessed = Any if parameter.default in (None, parameter.empty) else type(parameter.default)
+        annotation = guessed if parameter.annotation is parameter.empty else parameter.annotation
+        fields[name] = (annotation, ... if parameter.default is parameter.empty else parameter.default)
     annotated = inspect.getattr_static(function, "__init__") if isinstance(function, type) else function
     try:
         schema = create_model("Options", __base__=Config, **fields)

@@ -55,8 +55,8 @@ def _numbers_as_text(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        name: str(each) if isinstance(each, (int, float)) and not isinstance(each, bool) else each
-        for name, each in value.items()
+        name: str(entry) if isinstance(entry, (int, float)) and not isinstance(entry, bool) else entry
+        for name, entry in value.items()
     }
 
 
@@ -106,9 +106,11 @@ class Config(BaseModel):
             for switch in cls.switches.keys() & value.keys():
                 if isinstance(value[switch], bool):
                     keys = cls.switches[switch]
-                    given = {key: each for key, each in value.items() if key != switch}
+                    written = {key: entry for key, entry in value.items() if key != switch}
                     value = (
-                        {**keys, **given} if value[switch] else {key: given[key] for key in given if key not in keys}
+                        {**keys, **written}
+                        if value[switch]
+                        else {key: written[key] for key in written if key not in keys}
                     )
         return value
 
@@ -137,7 +139,7 @@ def _needs(schema: type[Config]) -> list[tuple[str, Needs]]:
         (name, needs)
         for name, field in schema.model_fields.items()
         for needs in (
-            *(each for each in field.metadata if isinstance(each, Needs)),
+            *(annotation for annotation in field.metadata if isinstance(annotation, Needs)),
             *by_key.get(name, ()),
         )
     ]
@@ -158,7 +160,7 @@ EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embedding
 
 def _names(value: str | list[str] | None) -> tuple[str, ...]:
     listed = value.split(",") if isinstance(value, str) else value or ()
-    return tuple(each.strip() for each in listed if each.strip())
+    return tuple(name.strip() for name in listed if name.strip())
 
 
 class StrategyConfig(Config):
@@ -213,13 +215,13 @@ class StrategyConfig(Config):
         """
         return None
 
-    def check_adapters(self, keys: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    def check_adapters(self, keys: Mapping[str, Any], model_args: Mapping[str, Any]) -> str | None:
         """Train strategies: as `check_architecture`, for adapters on a model of this architecture. Called after it if
-        the role trains adapters (LoRA). `given` are the `model_args` as written."""
+        the role trains adapters (LoRA). `model_args` are the mapping as written."""
         return None
 
-    def key_problems(self, model_type: str, given: Mapping[str, Any]) -> Mapping[str, str]:
-        """Mistakes in `given`, keys of a transformers config that the run's config sets, each with its reason. Called
+    def key_problems(self, model_type: str, overrides: Mapping[str, Any]) -> Mapping[str, str]:
+        """Mistakes in `overrides`, keys of a transformers config that the config sets, each with its reason. Called
         where `check_architecture` is."""
         return {}
 
@@ -231,9 +233,9 @@ class StrategyConfig(Config):
         """Infer strategies: raise `ValueError`, with the arithmetic, if prompt and response together exceed the
         engine's maximum sequence length. Both are numbers of tokens."""
 
-    def check_model_args(self, given: Mapping[str, Any]) -> None:
+    def check_model_args(self, model_args: Mapping[str, Any]) -> None:
         """Train strategies: raise `ValueError` if keys of this config conflict with the role's `model_args`, or have no
-        effect next to them. `given` are the `model_args` as written."""
+        effect next to them. `model_args` are the mapping as written."""
 
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:
         """Strategies with router replay: raise `ValueError`, with the requirements, if the strategy cannot return or
@@ -814,7 +816,7 @@ class CustomEnvConfig(Config):
     def _accept_env_type(cls, value: Any) -> Any:
         """ROLL calls the key `env_type`."""
         if isinstance(value, dict) and "env_type" in value and "environment" not in value:
-            return {("environment" if key == "env_type" else key): each for key, each in value.items()}
+            return {("environment" if key == "env_type" else key): entry for key, entry in value.items()}
         return value
 
     @model_validator(mode="after")
@@ -1243,7 +1245,7 @@ class RunConfig(Config):
 
     def training_warnings(self) -> Mapping[str, str]:
         """Like `warnings`, about the training arguments of all roles."""
-        found: dict[str, str] = {}
+        warnings: dict[str, str] = {}
         from_scratch = any(role.model_args.random_init for role in self.roles().values())
         bound = MAX_LEARNING_RATE * (10 if from_scratch else 1)
         for name, role in self.roles().items():
@@ -1251,19 +1253,19 @@ class RunConfig(Config):
                 continue
             args, key = role.training_args, f"{name}.training_args"
             if args.learning_rate > bound:
-                found[f"{key}.learning_rate"] = (
+                warnings[f"{key}.learning_rate"] = (
                     f"found {args.learning_rate:g}, expected at most {bound:g} for AdamW: pretrained models need 1e-6"
                     " to 1e-4"
                 )
             if self.max_steps is not None and args.num_train_epochs != 1 and not self.unread:
-                found[f"{key}.num_train_epochs"] = f"is not read: max_steps is {self.max_steps}. Remove one of them"
+                warnings[f"{key}.num_train_epochs"] = f"is not read: max_steps is {self.max_steps}. Remove one of them"
             num_steps = self.optimizer_steps().get(name, 1)
             if num_steps > MAX_OPTIMIZER_STEPS:
-                found[f"{key}.gradient_accumulation_steps"] = (
+                warnings[f"{key}.gradient_accumulation_steps"] = (
                     f"{num_steps} optimizer steps per batch, expected at most {MAX_OPTIMIZER_STEPS}: all but the first"
                     " train on samples of older weights. Raise it, or per_device_train_batch_size"
                 )
-        return found
+        return warnings
 
     def warnings(self, parts: Mapping[str, Provider]) -> Mapping[str, str]:
         """Dotted keys whose values are valid but probably unintended, each with the reason and a remedy.
@@ -1298,14 +1300,14 @@ class RunConfig(Config):
 
     def roles(self) -> dict[str, WorkerConfig]:
         """All roles of this config by dotted name (`actor_train`, `rewards.math`), in the order of the schema."""
-        found: dict[str, WorkerConfig] = {}
+        configs: dict[str, WorkerConfig] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, WorkerConfig):
-                found[name] = value
+                configs[name] = value
             elif isinstance(value, dict):
-                found.update({f"{name}.{k}": v for k, v in value.items() if isinstance(v, WorkerConfig)})
-        return found
+                configs.update({f"{name}.{k}": v for k, v in value.items() if isinstance(v, WorkerConfig)})
+        return configs
 
 
 class RewardKeys(Config):

@@ -64,12 +64,12 @@ def _evaluated(text: str, node: ast.expr, begin: int) -> list[int]:
         case ast.Call(func=ast.Name("list"), args=[ast.List() | ast.Call(func=ast.Name("range")) as inner]):
             slots = _evaluated(text, inner, begin)
         case ast.Call(func=ast.Name("range"), args=[_] | [_, _] | [_, _, _] as bounds):
-            numbers = [_number(text, each, begin) for each in bounds]
+            numbers = [_number(text, bound, begin) for bound in bounds]
             if numbers[2:] == [0]:
                 raise ValueError(f"{text[:80]!r}: a range's step is not 0")
             slots = list(range(*numbers)[: MAX_SLOTS + 1])
         case ast.List(elts=items):
-            slots = [_number(text, each, begin) for each in items]
+            slots = [_number(text, item, begin) for item in items]
         case _:
             raise _error(text, begin + node.col_offset, "is not list(range(…)), range(…) or [slot, …]")
     if len(slots) > MAX_SLOTS:
@@ -86,7 +86,7 @@ def _number(text: str, node: ast.expr, begin: int) -> int:
     raise _error(text, begin + node.col_offset, "is not a number")
 
 
-def _error(text: str, at: int, problem: str) -> ValueError:
-    found = text[at : at + 12].split("\n")[0]
-    subject = repr(found) if found else "the end"
-    return ValueError(f"{text[:80]!r}: {subject} at character {at + 1} {problem}")
+def _error(text: str, offset: int, problem: str) -> ValueError:
+    rest = text[offset : offset + 12].split("\n")[0]
+    subject = repr(rest) if rest else "the end"
+    return ValueError(f"{text[:80]!r}: {subject} at character {offset + 1} {problem}")

@@ -83,12 +83,12 @@ def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     *outer, rows, columns = weight.shape
     grid = -(-rows // BLOCK), -(-columns // BLOCK)
-    found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.full((*outer, *grid), SMALLEST_SCALE, dtype=torch.float32, device=weight.device)
     if not weight.numel():
-        return found, scale
+        return quantised, scale
     num_blocks = max(1, CHUNK_ELEMENTS // (BLOCK * columns))
-    matrices = weight.reshape(-1, rows, columns), found.view(-1, rows, columns), scale.view(-1, *grid)
+    matrices = weight.reshape(-1, rows, columns), quantised.view(-1, rows, columns), scale.view(-1, *grid)
     for weight_OI, found_OI, scale_NM in zip(*matrices, strict=True):
         for start in range(0, scale_NM.shape[0], num_blocks):
             part = slice(start * BLOCK, (start + num_blocks) * BLOCK)
@@ -100,7 +100,7 @@ def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
             rounded = (blocks / found_scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
             found_OI[part] = rounded.flatten(2).flatten(0, 1)[:height, :width]
             scale_NM[start : start + num_blocks] = found_scale[:, 0, :, 0]
-    return found, scale
+    return quantised, scale
 
 
 def to_fp8(

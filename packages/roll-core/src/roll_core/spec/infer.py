@@ -168,7 +168,7 @@ def check_request(
             f"{name}: {len(prompt)} prompt tokens + max_new_tokens {params.max_new_tokens} = {total} are more than"
             f" {limit}"
         )
-    foreign = [each for each in params.stop_token_ids if not 0 <= each < vocab_size]
+    foreign = [token_id for token_id in params.stop_token_ids if not 0 <= token_id < vocab_size]
     if foreign:
         raise DataError(f"{name}: stop_token_ids has {foreign[0]}, expected ids of the vocabulary, below {vocab_size}")
     ranges: tuple[tuple[str, bool, str], ...] = (
@@ -177,9 +177,9 @@ def check_request(
         ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
         ("repetition_penalty", params.repetition_penalty > 0, "above 0"),
     )
-    for key, valid, wanted in ranges:
+    for key, valid, expected in ranges:
         if not valid:
-            raise DataError(f"{name}: {key} is {getattr(params, key)}, expected {wanted}")
+            raise DataError(f"{name}: {key} is {getattr(params, key)}, expected {expected}")
     if params.stop and not params.ignore_eos:
         if not all(params.stop):
             raise DataError(f"{name}: a stop string is empty, which would end every response at once")

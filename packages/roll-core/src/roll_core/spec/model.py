@@ -154,9 +154,9 @@ def model_keys(model_args: object, pretrain: object) -> Mapping[str, Any]:
 
     Empty for a model that is not named or not local.
     """
-    given = model_args if isinstance(model_args, dict) else {}
-    keys, overrides = given.get("random_init"), given.get("model_config_kwargs")
-    source = given.get("model_name_or_path") or pretrain
+    args = model_args if isinstance(model_args, dict) else {}
+    keys, overrides = args.get("random_init"), args.get("model_config_kwargs")
+    source = args.get("model_name_or_path") or pretrain
     if not isinstance(keys, dict):
         try:
             file = Path(os.path.expanduser(source), "config.json") if isinstance(source, str) else None
@@ -254,12 +254,14 @@ class ModelSize:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied ones count once."""
-        return self.embedding + self.head + self.final_norm + sum(each.parameters for each in self.layers)
+        return self.embedding + self.head + self.final_norm + sum(layer.parameters for layer in self.layers)
 
     @property
     def largest_matrix(self) -> int:
         """Elements of the largest weight: a matrix of a layer, or the embedding."""
-        return max([self.embedding, *(each.outputs * each.inputs for layer in self.layers for each in layer.linears)])
+        return max(
+            [self.embedding, *(linear.outputs * linear.inputs for layer in self.layers for linear in layer.linears)]
+        )
 
     @property
     def tied(self) -> bool:
@@ -267,13 +269,13 @@ class ModelSize:
         return self.head == 0
 
 
-def saved_model(found: Mapping[str, Any]) -> ModelSpec:
+def saved_model(fields: Mapping[str, Any]) -> ModelSpec:
     """Restore a `ModelSpec` from its `asdict` mapping, as read from JSON. Raises `KeyError`, `TypeError`."""
-    lora: dict[str, Any] | None = found["lora"]
+    lora: dict[str, Any] | None = fields["lora"]
     if lora is None:
-        return ModelSpec(**found)
+        return ModelSpec(**fields)
     lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in lora.items()}
-    return ModelSpec(**{**found, "lora": LoraSpec(**lists)})
+    return ModelSpec(**{**fields, "lora": LoraSpec(**lists)})
 
 
 document_fields(__name__)

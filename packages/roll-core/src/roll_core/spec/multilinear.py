@@ -46,8 +46,8 @@ def keys(device: torch.device | str = "cpu") -> Tensor:
         return (bits_K ^ shifted) * factor
 
     states = torch.arange(1, 2 * NUM_KEYS + 1, dtype=torch.int64, device=device) * _signed(0x9E3779B97F4A7C15)
-    found = mixed(mixed(states, 30, _signed(0xBF58476D1CE4E5B9)), 27, _signed(0x94D049BB133111EB))
-    return mixed(found, 31, 1).view(2, NUM_KEYS)
+    states = mixed(mixed(states, 30, _signed(0xBF58476D1CE4E5B9)), 27, _signed(0x94D049BB133111EB))
+    return mixed(states, 31, 1).view(2, NUM_KEYS)
 
 
 def leaves_of(tensor: Tensor, keys_2K: Tensor) -> Tensor:
@@ -55,17 +55,17 @@ def leaves_of(tensor: Tensor, keys_2K: Tensor) -> Tensor:
     import torch
 
     flat = tensor.reshape(-1).view(torch.uint8)
-    found = [torch.zeros(0, 2, dtype=torch.int64, device=flat.device)]
+    leaves = [torch.zeros(0, 2, dtype=torch.int64, device=flat.device)]
     span_bytes = HOST_SPAN_BYTES if flat.is_cpu else SPAN_BYTES
     for start in range(0, flat.numel(), span_bytes):
         words = _words(flat[start : start + span_bytes])
         num_full = len(words) // NUM_KEYS
         if num_full:
-            found.append((words[: num_full * NUM_KEYS].view(num_full, 1, NUM_KEYS) * keys_2K).sum(dim=-1))
+            leaves.append((words[: num_full * NUM_KEYS].view(num_full, 1, NUM_KEYS) * keys_2K).sum(dim=-1))
         rest = words[num_full * NUM_KEYS :]
         if len(rest):
-            found.append((rest * keys_2K[:, : len(rest)]).sum(dim=-1, keepdim=True).T)
-    return torch.cat(found)
+            leaves.append((rest * keys_2K[:, : len(rest)]).sum(dim=-1, keepdim=True).T)
+    return torch.cat(leaves)
 
 
 def hexdigest(leaves: bytes, num_bytes: int) -> str:

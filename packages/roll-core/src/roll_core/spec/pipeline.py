@@ -183,12 +183,12 @@ def batch_counts(means: Mapping[str, float]) -> Iterator[dict[str, int]]:
     in every tenth batch. Means that are integers are the counts of each batch.
     """
     size = round(math.fsum(means.values()))
-    given: Counter[str] = Counter()
+    taken: Counter[str] = Counter()
     for step in count(1):
-        due = {tag: step * mean - given[tag] for tag, mean in means.items()}
+        due = {tag: step * mean - taken[tag] for tag, mean in means.items()}
         groups = ((number - left, tag) for tag, left in due.items() for number in range(math.ceil(left)))
         chosen = Counter(tag for _, tag in nsmallest(size, groups))
-        given += chosen
+        taken += chosen
         yield {tag: chosen[tag] for tag in means}
 
 

@@ -109,7 +109,7 @@ def visible_devices(value: str | None, num_devices: int) -> tuple[str, ...]:
     if value is None:
         return tuple(str(index) for index in range(num_devices))
     seen: list[str] = []
-    for entry in (each.strip() for each in value.split(",")):
+    for entry in (text.strip() for text in value.split(",")):
         is_number = entry.isascii() and entry.isdigit()
         if is_number and int(entry) >= num_devices:
             break
@@ -147,21 +147,21 @@ def torch_build() -> TorchBuild | None:
         tree = ast.parse(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
     except (ImportError, OSError, SyntaxError, ValueError):  # ValueError: a broken module in sys.modules, or NULs
         return None
-    found = _strings(tree)
-    if not found.get("__version__"):
+    constants = _strings(tree)
+    if not constants.get("__version__"):
         return None
-    return TorchBuild(version=found["__version__"], cuda=found.get("cuda", ""), hip=found.get("hip", ""))
+    return TorchBuild(version=constants["__version__"], cuda=constants.get("cuda", ""), hip=constants.get("hip", ""))
 
 
 def _strings(tree: ast.Module) -> dict[str, str]:
     """String constants assigned to names at the top level of a module."""
-    found: dict[str, str] = {}
+    constants: dict[str, str] = {}
     for node in tree.body:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
         value = getattr(node, "value", None)
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            found.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
-    return found
+            constants.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
+    return constants
 
 
 document_fields(__name__)

@@ -112,7 +112,7 @@ class MicroBatch:
         """Copy of the microbatch with its tensors on `device`; see `move_tensors`."""
         import torch
 
-        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
         named |= {f"streams.{name}": weights_T for name, weights_T in self.streams.items()}
         present = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
         moved: dict[str, Any] = move_tensors(present, device)

@@ -171,12 +171,12 @@ class ReceiverSetup:
 
 
 class ReceiversLostError(WeightSyncError):
-    """Receivers timed out or disconnected while the tensor `at` was being sent. Raised by `SenderEndpoint.send`."""
+    """Receivers timed out or disconnected while `tensor_name` was being sent. Raised by `SenderEndpoint.send`."""
 
-    def __init__(self, at: str, timed_out: tuple[int, ...] = (), disconnected: tuple[int, ...] = ()) -> None:
+    def __init__(self, tensor_name: str, timed_out: tuple[int, ...] = (), disconnected: tuple[int, ...] = ()) -> None:
         """`timed_out`: ranks that missed the deadline. `disconnected`: ranks that closed their connection."""
-        super().__init__(at, timed_out, disconnected)
-        self.at, self.timed_out, self.disconnected = at, timed_out, disconnected
+        super().__init__(tensor_name, timed_out, disconnected)
+        self.tensor_name, self.timed_out, self.disconnected = tensor_name, timed_out, disconnected
 
 
 class SenderLostError(WeightSyncError):

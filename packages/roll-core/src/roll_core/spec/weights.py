@@ -82,10 +82,10 @@ def torch_dtype(name: str) -> torch.dtype:
     """Inverse of `dtype_name`. Raises `TypeError` if this torch lacks the dtype."""
     import torch
 
-    found = getattr(torch, _TORCH_NAMES[name])
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, _TORCH_NAMES[name])
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"this torch has no dtype {name}")
-    return found
+    return dtype
 
 
 def entry_bytes(entry: TensorEntry) -> int:
@@ -122,9 +122,9 @@ def copy_digested(target: Tensor, source: Tensor, like: str = "") -> str:
     if _is_multilinear(like, target) or not (_plain(target) and _plain(source)):
         target.copy_(source)
         return digest(target, like)
-    found = _digest_of(_bytes(target), _bytes(source))
+    result = _digest_of(_bytes(target), _bytes(source))
     torch.autograd.graph.increment_version(target)
-    return found
+    return result
 
 
 class Digests:
@@ -169,10 +169,10 @@ class Digests:
         if rest is not None:
             leaves.append(self._leaves_of(rest, like))
         if rest is not None and _is_multilinear(like, rest):
-            on_device = torch.cat([each for each in leaves if not isinstance(each, bytes)])
+            on_device = torch.cat([leaf for leaf in leaves if not isinstance(leaf, bytes)])
             self._leaves.setdefault(rest.device, {})[name] = on_device, num_bytes
         else:
-            self._found[name] = xxhash.xxh3_128_hexdigest(b"".join(each for each in leaves if isinstance(each, bytes)))
+            self._found[name] = xxhash.xxh3_128_hexdigest(b"".join(leaf for leaf in leaves if isinstance(leaf, bytes)))
 
     def _leaves_of(self, flat: Tensor, like: str) -> Tensor | bytes:
         """Leaves of bytes that start at a chunk boundary: on the device, or as bytes of XXH3."""
@@ -207,9 +207,9 @@ class Digests:
         return dict(self._found)
 
 
-def digest_function(found: str) -> str:
+def digest_function(digest_text: str) -> str:
     """Name of the function of a digest: `MULTILINEAR`, or empty for XXH3."""
-    return MULTILINEAR if found.startswith(MULTILINEAR) else ""
+    return MULTILINEAR if digest_text.startswith(MULTILINEAR) else ""
 
 
 def _is_multilinear(like: str, tensor: Tensor) -> bool:
@@ -232,20 +232,20 @@ def _plain(tensor: Tensor) -> bool:
 def _bytes(tensor: Tensor) -> Bytes:
     import torch
 
-    found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
-    return found
+    flat_bytes: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat_bytes
 
 
 def leaves_of(target: Bytes, source: Bytes | None) -> bytes:
     """Concatenated leaves of `target`, which starts at a chunk boundary. If `source` is given, copies it into `target`
     first, chunk by chunk."""
-    found = []
-    for at in range(0, len(target), CHUNK_BYTES):
-        chunk = target[at : at + CHUNK_BYTES]
+    digests = []
+    for start in range(0, len(target), CHUNK_BYTES):
+        chunk = target[start : start + CHUNK_BYTES]
         if source is not None:
-            chunk[:] = source[at : at + CHUNK_BYTES]
-        found.append(xxhash.xxh3_128_digest(chunk.data))
-    return b"".join(found)
+            chunk[:] = source[start : start + CHUNK_BYTES]
+        digests.append(xxhash.xxh3_128_digest(chunk.data))
+    return b"".join(digests)
 
 
 _leaves_of: Callable[[Bytes, Bytes | None], bytes] = leaves_of

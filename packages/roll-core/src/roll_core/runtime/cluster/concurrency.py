@@ -78,7 +78,7 @@ async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
     If one fails, cancels the others, awaits them, and raises the first exception unchanged.
     """
-    tasks = [asyncio.create_task(each) for each in coroutines]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

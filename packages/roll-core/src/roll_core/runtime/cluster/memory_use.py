@@ -84,8 +84,8 @@ def _now() -> tuple[int, int]:
         lines = STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0, 0
-    found = dict(line.split(":", 1) for line in lines if ":" in line)
-    held = {name: int(found.get(name, "0").split()[0]) << 10 for name in ("RssAnon", "RssShmem", "RssFile", "VmHWM")}
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    held = {name: int(fields.get(name, "0").split()[0]) << 10 for name in ("RssAnon", "RssShmem", "RssFile", "VmHWM")}
     return held["RssAnon"] + held["RssShmem"], max(0, held["VmHWM"] - held["RssFile"])
 
 

@@ -77,11 +77,11 @@ def place_roles(
     }
     for name, workers in slots.items():
         _check_slots(name, workers, per_node)
-    used = {slot for workers in slots.values() for each in workers for slot in each}
+    used = {slot for workers in slots.values() for worker_slots in workers for slot in worker_slots}
     nodes = sorted({slot // per_node for slot in used}) or [0]
     for name, worker in (configured or {}).items():
         if name not in roles:
-            used.update(slot for each in _slots_of_workers(worker, platform, None) for slot in each)
+            used.update(slot for worker_slots in _slots_of_workers(worker, platform, None) for slot in worker_slots)
     in_use = Counter(slot // per_node for slot in used)
     return {
         name: _places(workers, roles[name], platform, per_node, nodes, in_use, host_cores)
@@ -134,7 +134,7 @@ def _slots_of_workers(worker: WorkerConfig, platform: Platform, computed: int | 
         if worker.kind == "reward" or not platform.slots_share_cores:
             return [()] * world_size
         mapping = tuple(range(world_size * per_worker))
-    return [tuple(mapping[at : at + per_worker]) for at in range(0, len(mapping), per_worker)]
+    return [tuple(mapping[start : start + per_worker]) for start in range(0, len(mapping), per_worker)]
 
 
 def _check_slots(name: str, workers: Sequence[tuple[int, ...]], per_node: int) -> None:
@@ -152,10 +152,12 @@ def no_such_slot(name: str, slot: int, platform: Platform, per_node: int, num_no
     total = per_node * num_nodes
     exist = f"are {total} slots (0 to {total - 1})" if total > 1 else "is one slot (0)" if total else "is none"
     where = f"{num_nodes} nodes with {per_node} slots each" if num_nodes != 1 else "one node"
-    found = f"{name} uses slot {slot}, but there {exist} on {where}"
+    problem = f"{name} uses slot {slot}, but there {exist} on {where}"
     if platform.slots_share_cores:
-        return f"{found}. A slot here is a share of the host's cores: set num_gpus_per_node: {slot + 1} for more slots"
-    return f"{found}. Change device_mapping, or num_gpus_per_node if the nodes have more slots, or add nodes"
+        return (
+            f"{problem}. A slot here is a share of the host's cores: set num_gpus_per_node: {slot + 1} for more slots"
+        )
+    return f"{problem}. Change device_mapping, or num_gpus_per_node if the nodes have more slots, or add nodes"
 
 
 def _places(

@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool = False) -> Platform:
+def select_platform(registry: Registry, name: str | None, *, elsewhere: bool = False) -> Platform:
     """Select the platform of this run.
 
     Raises `PlacementError` if the platform is not found, or if two found platforms have the same highest priority. With
     `elsewhere`, workers run on other hosts, so a platform that the config names need not be found on the driver's host.
     """
-    if wanted is not None:
-        platform = make_platform(registry.find(PlatformProvider, wanted))
+    if name is not None:
+        platform = make_platform(registry.find(PlatformProvider, name))
         if elsewhere:
             return platform
-        probe = _probe(platform, wanted)
+        probe = _probe(platform, name)
         if not probe.found:
             raise PlacementError(
-                f"platform: {wanted} is not available on this host: {probe.why}. Run roll-core doctor for details, use"
+                f"platform: {name} is not available on this host: {probe.why}. Run roll-core doctor for details, use"
                 " a host that has it, or set another platform"
             )
         return platform
-    providers = sorted(registry.providers(PlatformProvider), key=lambda each: -each.priority)
+    providers = sorted(registry.providers(PlatformProvider), key=lambda provider: -provider.priority)
     reasons: list[str] = []
-    found: list[tuple[PlatformProvider, Platform]] = []
+    present: list[tuple[PlatformProvider, Platform]] = []
     for provider in providers:
-        if found and provider.priority < found[0][0].priority:
+        if present and provider.priority < present[0][0].priority:
             break
         try:
             platform = make_platform(provider)
@@ -55,13 +55,13 @@ def select_platform(registry: Registry, wanted: str | None, *, elsewhere: bool =
         reasons.append(f"{provider.name}: {probe.why}")
         log.info("platform %s %s: %s", provider.name, "found" if probe.found else "not found", probe.why)
         if probe.found:
-            found.append((provider, platform))
-    if not found:
+            present.append((provider, platform))
+    if not present:
         raise PlacementError("no platform was found. " + "; ".join(reasons))
-    if len(found) > 1:
-        names = " and ".join(provider.name for provider, _ in found)
+    if len(present) > 1:
+        names = " and ".join(provider.name for provider, _ in present)
         raise PlacementError(f"platforms {names} are available with the same priority: choose one with platform:")
-    return found[0][1]
+    return present[0][1]
 
 
 def make_platform(provider: PlatformProvider) -> Platform:
@@ -83,7 +83,10 @@ def values_of(variables: Iterable[EnvVar], environ: Mapping[str, str] = os.envir
     A variable that the user set in the driver's environment keeps the user's value, unless the platform requires its
     own.
     """
-    return {each.name: each.value if each.required else environ.get(each.name, each.value) for each in variables}
+    return {
+        variable.name: variable.value if variable.required else environ.get(variable.name, variable.value)
+        for variable in variables
+    }
 
 
 class EnvironmentChange:

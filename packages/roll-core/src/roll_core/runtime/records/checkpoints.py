@@ -105,12 +105,12 @@ class CheckpointStore:
         """All complete checkpoints, oldest first; not verified."""
         if not self.directory.is_dir():
             return []
-        found = []
+        checkpoints = []
         for path in self.directory.iterdir():
             match = STEP.fullmatch(path.name)
             if match and path.is_dir():
-                found.append(Checkpoint(int(match[1]), path))
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+                checkpoints.append(Checkpoint(int(match[1]), path))
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     def latest_good(self) -> Checkpoint | None:
         """The newest checkpoint that is intact, verified in full. None if there are no checkpoints.
@@ -174,8 +174,13 @@ class CheckpointStore:
         """
         if not self.keep:
             return
-        stored = [(store, each) for store, last in self.earlier for each in store.list() if each.step <= last]
-        stored += [(self, each) for each in self.list()]
+        stored = [
+            (store, checkpoint)
+            for store, last in self.earlier
+            for checkpoint in store.list()
+            if checkpoint.step <= last
+        ]
+        stored += [(self, checkpoint) for checkpoint in self.list()]
         for store, checkpoint in sorted(stored, key=lambda entry: entry[1].step)[: -self.keep]:
             if checkpoint.step == self.best or checkpoint.step in self.pinned:
                 continue
@@ -214,9 +219,9 @@ class CheckpointStore:
     def _full(self, step: int) -> str:
         free = shutil.disk_usage(self.directory).free if self.directory.is_dir() else 0
         before = self.list()
-        kept = f"the last checkpoint is {before[-1].path}" if before else "there is no earlier checkpoint"
+        last = f"the last checkpoint is {before[-1].path}" if before else "there is no earlier checkpoint"
         return (
-            f"no space for the checkpoint of step {step} in {self.directory} ({free / 2**20:.0f} MiB free); {kept};"
+            f"no space for the checkpoint of step {step} in {self.directory} ({free / 2**20:.0f} MiB free); {last};"
             " make room, lower max_ckpt_to_keep or set output_dir to another disk"
         )
 
@@ -280,22 +285,27 @@ class BestCheckpoint:
         the URL `origin`, it is deleted after the resume, and the best checkpoint is beside the URL.
         """
         try:
-            found = cls(**best) if best else None
-            if found is None or not math.isfinite(found.value):
+            saved = cls(**best) if best else None
+            if saved is None or not math.isfinite(saved.value):
                 return None
-            if "://" in found.path:
-                return found
-            step = int(found.step)
-            places = [Path(found.path)] if origin else [Path(found.path), beside.parent / f"step-{step}"]
+            if "://" in saved.path:
+                return saved
+            step = int(saved.step)
+            places = [Path(saved.path)] if origin else [Path(saved.path), beside.parent / f"step-{step}"]
         except (TypeError, ValueError):
             return None
-        place = next((each for each in places if each.is_dir()), None)
+        place = next((folder for folder in places if folder.is_dir()), None)
         if place is None and origin:
-            return replace(found, path=f"{origin.rpartition('/')[0]}/step-{step}")
+            return replace(saved, path=f"{origin.rpartition('/')[0]}/step-{step}")
         if place is None:
-            logger.warning("the best checkpoint, %s with %s %g, does not exist", found.path, found.metric, found.value)
+            logger.warning(
+                "the best checkpoint, %s with %s %g, does not exist",
+                saved.path,
+                saved.metric,
+                saved.value,
+            )
             return None
-        return replace(found, path=str(place))
+        return replace(saved, path=str(place))
 
 
 class BestMetric:

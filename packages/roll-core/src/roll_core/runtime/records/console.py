@@ -203,13 +203,16 @@ class Console:
             self._progress.update(_TASK, stage=name)
 
     @_terminal_may_close()
-    def step(self, step: int, metrics: Mapping[str, float], *, at: float | None = None, line: bool = True) -> None:
-        """Show that step `step` is complete, with its metrics. It ended at the monotonic time `at` (default: now).
+    def step(
+        self, step: int, metrics: Mapping[str, float], *, ended_at: float | None = None, line: bool = True
+    ) -> None:
+        """Show that step `step` is complete, with its metrics. It ended at the monotonic time `ended_at`
+        (default: now).
 
         Without a terminal, a step prints a line, unless `line` is false.
         """
         self._take(metrics)
-        self._ends.append((step, time.monotonic() if at is None else at))
+        self._ends.append((step, time.monotonic() if ended_at is None else ended_at))
         if self._progress is not None:
             self._progress.update(_TASK, completed=step, refresh=True)
         elif line and not self._terminal:

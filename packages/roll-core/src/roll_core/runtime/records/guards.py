@@ -90,10 +90,10 @@ class Guards:
 
     def of(self, guard_id: str) -> GuardConfig:
         """Config of a guard. Raises `UnsupportedError` for an unknown id."""
-        found = getattr(self.config, guard_id, None)
-        if not isinstance(found, GuardConfig):
+        guard_config = getattr(self.config, guard_id, None)
+        if not isinstance(guard_config, GuardConfig):
             raise UnsupportedError(f"found guard {guard_id!r}, expected {', '.join(type(self.config).model_fields)}")
-        return found
+        return guard_config
 
     def active(self, guard_id: str) -> bool:
         """True unless the guard is off; use it to skip expensive checks."""

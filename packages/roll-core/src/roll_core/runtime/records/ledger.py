@@ -138,14 +138,14 @@ class Ledger:
         """
         with self._lock:
             self._settle()
-            whole = self._settled - self._mark
+            step_s = self._settled - self._mark
             times = {name: seconds - self._at_mark.get(name, 0.0) for name, seconds in self._seconds.items()}
             times = {name: spent for name, spent in times.items() if spent > 0}
-            times[OTHER] = max(0.0, whole - sum(s for name, s in times.items() if name != OTHER))
+            times[OTHER] = max(0.0, step_s - sum(s for name, s in times.items() if name != OTHER))
             metrics = {f"time/{name}": seconds for name, seconds in times.items()}
-            metrics["time/step"] = whole
+            metrics["time/step"] = step_s
             for name, tokens in self._tokens.items():
-                spent = whole if name == "step" else times.get(name, 0.0)
+                spent = step_s if name == "step" else times.get(name, 0.0)
                 new = tokens - self._tokens_at_mark[name]
                 if new and spent > 0:
                     metrics[f"tokens_per_s/{name}"] = new / spent

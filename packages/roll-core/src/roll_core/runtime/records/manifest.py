@@ -71,16 +71,16 @@ def read_manifest(path: Path) -> Manifest:
 def parse_manifest(content: bytes) -> Manifest:
     """The manifest in `content`. Raises `CheckpointError` if it is invalid or modified."""
     try:
-        found = json.loads(content.decode("utf-8"))
+        manifest = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-    if not isinstance(found, dict) or type(found.get("format")) is not int:
+    if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
         raise CheckpointError(f"{MANIFEST} has no format number: roll-core did not write it")
-    if found["format"] != FORMAT:
-        raise CheckpointError(f"{MANIFEST} has format {found['format']}, this ROLL reads format {FORMAT}")
-    if found.pop("sha256", None) != _self_digest(found):
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{MANIFEST} has format {manifest['format']}, this ROLL reads format {FORMAT}")
+    if manifest.pop("sha256", None) != _self_digest(manifest):
         raise CheckpointError(f"{MANIFEST} is damaged: its contents do not match its own digest")
-    step, created, files = found.get("step"), found.get("created"), found.get("files")
+    step, created, files = manifest.get("step"), manifest.get("created"), manifest.get("files")
     if not _is_size(step):
         raise CheckpointError(f"{MANIFEST}: step is {step!r:.100}, expected a number ≥ 0")
     if not isinstance(created, int | float) or not 0 <= created <= _LATEST:
@@ -103,8 +103,8 @@ def is_inside(name: object) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _is_size(found: object) -> TypeGuard[int]:
-    return type(found) is int and 0 <= found < 2**63
+def _is_size(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def verify(path: Path, *, digests: bool = True) -> list[str]:
@@ -117,7 +117,7 @@ def verify(path: Path, *, digests: bool = True) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     problems = []
-    whole = []
+    complete = []
     named = STEP.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         problems.append(f"it is the checkpoint of step {manifest.step} by its {MANIFEST}")
@@ -132,13 +132,13 @@ def verify(path: Path, *, digests: bool = True) -> list[str]:
         elif size != entry["bytes"]:
             problems.append(f"{name} has {size} bytes instead of {entry['bytes']}")
         else:
-            whole.append(name)
+            complete.append(name)
     if not digests:
         return problems
-    for name, found in zip(whole, _in_parallel([path / name for name in whole]), strict=True):
-        if isinstance(found, OSError):
-            problems.append(f"{name} cannot be read: {found.strerror or found}")
-        elif found["sha256"] != manifest.files[name]["sha256"]:
+    for name, digested in zip(complete, _in_parallel([path / name for name in complete]), strict=True):
+        if isinstance(digested, OSError):
+            problems.append(f"{name} cannot be read: {digested.strerror or digested}")
+        elif digested["sha256"] != manifest.files[name]["sha256"]:
             problems.append(f"{name} does not have the digest that was recorded")
     return problems
 
@@ -151,10 +151,10 @@ def _self_digest(manifest: Mapping[str, Any]) -> str:
 def _digest_all(directory: Path, stop: threading.Event | None) -> dict[str, dict[str, Any]]:
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     entries = {}
-    for file, found in zip(files, _in_parallel(files, flush=True, stop=stop), strict=True):
-        if isinstance(found, OSError):
-            raise found
-        entries[file.relative_to(directory).as_posix()] = found
+    for file, entry in zip(files, _in_parallel(files, flush=True, stop=stop), strict=True):
+        if isinstance(entry, OSError):
+            raise entry
+        entries[file.relative_to(directory).as_posix()] = entry
     return entries
 
 

@@ -34,8 +34,8 @@ def versions(also: Iterable[str] = ()) -> dict[str, str]:
     Distributions that are not installed are omitted.
     """
     names = dict.fromkeys((*DISTRIBUTIONS, *sorted(also)))
-    found = {name: version for name in names if (version := _metadata(name)[0])}
-    return {"python": platform.python_version(), **found}
+    by_name = {name: version for name in names if (version := _metadata(name)[0])}
+    return {"python": platform.python_version(), **by_name}
 
 
 def requirements(package: str) -> tuple[str, ...]:
@@ -60,7 +60,9 @@ def _read(name: str, folder: str) -> tuple[str, tuple[str, ...]]:
     """
     metadata = importlib.metadata.metadata(name)
     required = metadata.get_all("Requires-Dist") or ()
-    return metadata["Version"], tuple(found[0] for each in required if (found := re.match(r"[\w.-]+", each)))
+    return metadata["Version"], tuple(
+        match[0] for requirement in required if (match := re.match(r"[\w.-]+", requirement))
+    )
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -84,7 +84,7 @@ class RunRecord:
             memory=None,
             best_checkpoint=None,
             checkpoint_store="",
-            versions=versions(name for each in facts.plugins for name in requirements(each["package"])),
+            versions=versions(name for plugin in facts.plugins for name in requirements(plugin["package"])),
             environments={},
             git=git_state(Path.cwd()),
             host=host_facts(),
@@ -111,10 +111,10 @@ class RunRecord:
         guards = self._data["guards"]
         guards["counts"][event.guard] = guards["counts"].get(event.guard, 0) + 1
         events = guards["events"]
-        same = [i for i, each in enumerate(events) if (each["guard"], each["since"]) == (event.guard, event.since)]
+        same = [i for i, other in enumerate(events) if (other["guard"], other["since"]) == (event.guard, event.since)]
         if same:
             events[same[0]] = asdict(event)
-        elif sum(each["guard"] == event.guard for each in events) < _EVENTS_PER_GUARD:
+        elif sum(other["guard"] == event.guard for other in events) < _EVENTS_PER_GUARD:
             events.append(asdict(event))
         self.update(guards=guards)
 
@@ -138,9 +138,9 @@ class RunRecord:
         outcome: Outcome = "finished"
         if error is not None:
             outcome = _outcome_of(error)
-            found = {"type": type(error).__name__, "message": str(error)}
-            found |= {"code": error.code} if isinstance(error, RollError) else {}
-            self._set(error=found | ({"advice": advice} if advice else {}))
+            failure = {"type": type(error).__name__, "message": str(error)}
+            failure |= {"code": error.code} if isinstance(error, RollError) else {}
+            self._set(error=failure | ({"advice": advice} if advice else {}))
         self._set(outcome=outcome, ended=round(time.time(), 3), time=[dict(row) for row in time_rows] or None)
         try:
             self._write()
@@ -181,11 +181,11 @@ def _outcome_of(error: BaseException) -> Outcome:
 def read_record(path: Path) -> dict[str, Any]:
     """Read the record at `path`; empty if it is missing or cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        record = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError, RecursionError) as error:
         logger.debug("no record in %s: %s", path, error)
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:

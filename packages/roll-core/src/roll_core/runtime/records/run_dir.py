@@ -120,13 +120,13 @@ def find_checkpoint(
         return None
     if spec is True or spec == AUTO:
         experiment = Path(os.path.expanduser(output_dir)).absolute() / exp_name
-        found = _newest_of_experiment(experiment, current)
-        if found is None and spec is True:
+        checkpoint = _newest_of_experiment(experiment, current)
+        if checkpoint is None and spec is True:
             raise NoCheckpointError(
                 f"resume_from_checkpoint is true, but no run in {experiment} has a checkpoint: give the path of a run"
                 " or a checkpoint, or set it to auto to start from the beginning"
             )
-        return found
+        return checkpoint
     place = Path(os.path.expanduser(spec)).absolute()
     if not place.is_dir():
         raise NoCheckpointError(f"resume_from_checkpoint: {place} does not exist or is not a directory")
@@ -136,13 +136,13 @@ def find_checkpoint(
         newest = CheckpointStore(directory).latest_good()
         if newest is not None:
             return newest
-    found = _newest_of_experiment(place, current)
-    if found is None:
+    checkpoint = _newest_of_experiment(place, current)
+    if checkpoint is None:
         raise NoCheckpointError(
             f"resume_from_checkpoint: {place} has no checkpoint: give a checkpoint (checkpoints/step-N), or a run that"
             " has one"
         )
-    return found
+    return checkpoint
 
 
 def sweep_checkpoints(experiment: Path, checkpoint: Checkpoint | None) -> None:
@@ -166,12 +166,12 @@ def _newest_of_experiment(experiment: Path, current: RunDir | None) -> Checkpoin
         if run == current:
             continue
         try:
-            found = CheckpointStore(run.checkpoints).latest_good()
+            checkpoint = CheckpointStore(run.checkpoints).latest_good()
         except CheckpointError as error:  # an older run may still have a good one
             all_damaged = all_damaged or error
             continue
-        if found is not None:
-            return found
+        if checkpoint is not None:
+            return checkpoint
     if all_damaged is not None:
         raise all_damaged
     return None

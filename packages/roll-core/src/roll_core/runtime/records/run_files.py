@@ -86,9 +86,9 @@ def disk_is_full(error: BaseException | None) -> bool:
     Libraries wrap the `OSError` or only repeat its message, so messages are checked too.
     """
     return any(
-        (isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT))
-        or (isinstance(each, Exception) and "no space left on device" in str(each).lower())
-        for each in chain(error)
+        (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+        or (isinstance(cause, Exception) and "no space left on device" in str(cause).lower())
+        for cause in chain(error)
     )
 
 
@@ -100,7 +100,7 @@ def _is_below(file: Any, directory: Path) -> bool:
 def _free(path: Path) -> str:
     """Free space of the disk under `path`, which may not exist yet."""
     with contextlib.suppress(OSError):
-        existing = next(each for each in (path, *path.parents) if each.exists())
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
         return f"{shutil.disk_usage(existing).free / 2**20:.0f} MiB free"
     return "free space unknown"
 
@@ -350,12 +350,12 @@ class ImagesFile:
 
 def _short(metadata: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     """Metadata columns with numbers or (truncated) strings, without the id and copies of the prompt."""
-    found: dict[str, Any] = {}
+    shortened: dict[str, Any] = {}
     for name, value in metadata.items():
         if name == "id" or value == prompt:
             continue
         if isinstance(value, str):
-            found[name] = value if len(value) <= _METADATA_CHARS else f"{value[:_METADATA_CHARS]}…"
+            shortened[name] = value if len(value) <= _METADATA_CHARS else f"{value[:_METADATA_CHARS]}…"
         elif isinstance(value, (bool, int, float)):
-            found[name] = value
-    return found
+            shortened[name] = value
+    return shortened

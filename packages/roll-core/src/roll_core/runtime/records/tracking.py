@@ -72,13 +72,13 @@ def _joined(row: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, A
 
 def ranges(steps: Iterable[int]) -> str:
     """Format step numbers as ranges, such as `1–3, 5`."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for step in sorted(steps):
-        if found and found[-1][-1] == step - 1:
-            found[-1] = [found[-1][0], step]
+        if spans and spans[-1][-1] == step - 1:
+            spans[-1] = [spans[-1][0], step]
         else:
-            found.append([step, step])
-    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in found)
+            spans.append([step, step])
+    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in spans)
 
 
 def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -118,11 +118,11 @@ def model_input(name: str, config: ModelRewardConfig, tokenizer: PreTrainedToken
         log.info("%s reads the sampled tokens", name)
         return ModelInput()
     keys = _keys_of(name, model.model_name_or_path, trust_remote_code=model.trust_remote_code)
-    own = stored_tokenizer(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
-    if own is not None and (date := date_of(tokenizer)) is not None:
-        set_date(own, date)
-    differs = "" if own is None else _difference(own, tokenizer)
-    if config.input == "text" and own is None:
+    model_tokenizer = stored_tokenizer(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+    if model_tokenizer is not None and (date := date_of(tokenizer)) is not None:
+        set_date(model_tokenizer, date)
+    differs = "" if model_tokenizer is None else _difference(model_tokenizer, tokenizer)
+    if config.input == "text" and model_tokenizer is None:
         hint = "set input: tokens if the model reads the policy's tokens, or name a directory with a tokenizer"
         raise _unusable(name, "input", f"found text, but {model.model_name_or_path} has no tokenizer", hint)
     if config.input == "tokens" and differs and differs != TEMPLATE:
@@ -137,7 +137,7 @@ def model_input(name: str, config: ModelRewardConfig, tokenizer: PreTrainedToken
     why = f" (the tokenizers differ: {differs})" if differs else ""
     log.info("%s reads %s%s", name, "text" if as_text else "the sampled tokens", why)
     pad_token_id = getattr(keys, "pad_token_id", None)
-    return ModelInput(vocab_size=vocab_size, pad_token_id=pad_token_id, tokenizer=own if as_text else None)
+    return ModelInput(vocab_size=vocab_size, pad_token_id=pad_token_id, tokenizer=model_tokenizer if as_text else None)
 
 
 TEMPLATE = "their chat templates"
@@ -147,27 +147,27 @@ def _keys_of(name: str, path: str, *, trust_remote_code: bool) -> PreTrainedConf
     """The text part of the reward model's config. Raises `ConfigError`."""
     from transformers import AutoConfig
 
-    at = "model_args.model_name_or_path"
+    key = "model_args.model_name_or_path"
     try:
-        found = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise _unusable(
-            name, at, f"cannot load {path}: {first_line}", "name a reward model's directory or hub id"
+            name, key, f"cannot load {path}: {first_line}", "name a reward model's directory or hub id"
         ) from error
-    if why := reward_model_problem(found.to_dict()):
-        raise _unusable(name, at, f"{path} is not a reward model: {why}", REWARD_MODEL_HINT)
-    keys: PreTrainedConfig = found.get_text_config()
+    if why := reward_model_problem(model_config.to_dict()):
+        raise _unusable(name, key, f"{path} is not a reward model: {why}", REWARD_MODEL_HINT)
+    keys: PreTrainedConfig = model_config.get_text_config()
     return keys
 
 
-def _difference(own: PreTrainedTokenizerBase, policys: PreTrainedTokenizerBase) -> str:
+def _difference(model_tokenizer: PreTrainedTokenizerBase, policys: PreTrainedTokenizerBase) -> str:
     """First difference between two tokenizers; empty if they have the same vocabulary and chat template."""
-    mine, theirs = own.get_vocab(), policys.get_vocab()
+    mine, theirs = model_tokenizer.get_vocab(), policys.get_vocab()
     for token, index in theirs.items():
         if mine.get(token) != index:
             return f"{token!r} is token {index} of the policy and {mine.get(token, 'no token')} of the reward model"
-    return "" if own.chat_template == policys.chat_template else TEMPLATE
+    return "" if model_tokenizer.chat_template == policys.chat_template else TEMPLATE
 
 
 def _unusable(name: str, key: str, message: str, hint: str) -> ConfigError:
@@ -221,38 +221,38 @@ class ModelRewardRole:
     async def _score_waiting(self) -> None:
         while self._waiting:
             await self._ready()
-            groups = [each for each in self._waiting if not each.rewards.done()]
+            groups = [group for group in self._waiting if not group.rewards.done()]
             self._waiting = []
-            groups.sort(key=lambda each: each.requests[0].sample.id)
+            groups.sort(key=lambda group: group.requests[0].sample.id)
             try:
-                rewards = iter(await self._rewards([request for each in groups for request in each.requests]))
+                rewards = iter(await self._rewards([request for group in groups for request in group.requests]))
             except Exception as error:  # raised to every caller
-                for each in groups:
-                    if not each.rewards.done():
-                        each.rewards.set_exception(error)
+                for group in groups:
+                    if not group.rewards.done():
+                        group.rewards.set_exception(error)
                 continue
-            for each in groups:
-                found = [next(rewards) for _ in each.requests]
-                if not each.rewards.done():
-                    each.rewards.set_result(found)
+            for group in groups:
+                group_rewards = [next(rewards) for _ in group.requests]
+                if not group.rewards.done():
+                    group.rewards.set_result(group_rewards)
 
     async def _rewards(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         inputs: dict[int, TokenIds] = {}
         failures: dict[int, Reward] = {}
-        for at, request in enumerate(requests):
+        for index, request in enumerate(requests):
             try:
-                inputs[at] = self._input.tokens(request)
+                inputs[index] = self._input.tokens(request)
             except RewardFailure as failure:
-                failures[at] = Reward(value=None, failure=str(failure))
+                failures[index] = Reward(value=None, failure=str(failure))
         sequences = [
-            TrainSequence(id=str(at), tokens=tokens, loss_mask=np.arange(len(tokens)) > 0)
-            for at, tokens in inputs.items()
+            TrainSequence(id=str(index), tokens=tokens, loss_mask=np.arange(len(tokens)) > 0)
+            for index, tokens in inputs.items()
         ]
         values = (await self._role.score(sequences, WantedOutputs(values=True))).values if sequences else None
         outputs = dict(zip(inputs, values or (), strict=True))
         return [
-            failures.get(at) or self._reward(replace(request, values=outputs[at]))
-            for at, request in enumerate(requests)
+            failures.get(index) or self._reward(replace(request, values=outputs[index]))
+            for index, request in enumerate(requests)
         ]
 
     def _reward(self, request: RewardRequest) -> Reward:
@@ -269,15 +269,15 @@ def reply_encoder(
     """
     model = config.model_args
     path = model.path(pretrain)
-    own = stored_tokenizer(path, trust_remote_code=model.trust_remote_code) if path else tokenizer
-    if own is None or not own.chat_template:
+    model_tokenizer = stored_tokenizer(path, trust_remote_code=model.trust_remote_code) if path else tokenizer
+    if model_tokenizer is None or not model_tokenizer.chat_template:
         key = "pretrain" if path and not model.model_name_or_path else f"{name}.model_args"
-        lacks = "no tokenizer" if own is None else "no chat template"
+        lacks = "no tokenizer" if model_tokenizer is None else "no chat template"
         message = f"{path or 'the tokenizer of the run'} has {lacks}, which the messages of {name} need"
         raise ConfigError([ConfigProblem(where=name, key=key, message=message, hint=CHAT_HINT, code="ROLL-C041")])
     if (date := date_of(tokenizer)) is not None:
-        set_date(own, date)
-    return Encoder(own, DataArguments(), chats=True)
+        set_date(model_tokenizer, date)
+    return Encoder(model_tokenizer, DataArguments(), chats=True)
 
 
 class EngineRewardRole:
@@ -306,7 +306,7 @@ class EngineRewardRole:
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """Score the samples of a group, concurrently."""
-        return await gather([self._score(each) for each in requests])
+        return await gather([self._score(request) for request in requests])
 
     async def close(self) -> None:
         """Nothing to do: the engine's request queue is closed with the run."""
@@ -325,7 +325,7 @@ class EngineRewardRole:
 
     def _tokens(self, request: RewardRequest) -> TokenIds:
         try:
-            messages = [dict(each) for each in self._function.messages(request)]
+            messages = [dict(message) for message in self._function.messages(request)]
             return self._encoder.prompt(messages, "the prompt to the model of the reward")[1]
         except (RewardFailure, DataError):
             raise

@@ -147,8 +147,8 @@ class GroupContext(RolloutContext):
     @property
     def _program(self) -> str:
         """Module and class of the program, for messages: the module's name shows the package."""
-        found = type(self.program)
-        return f"the rollout program {found.__module__}.{found.__qualname__}"
+        kind = type(self.program)
+        return f"the rollout program {kind.__module__}.{kind.__qualname__}"
 
     @property
     def pending(self) -> list[PendingRequest]:
@@ -158,12 +158,14 @@ class GroupContext(RolloutContext):
     @property
     def sampled(self) -> dict[str, Outputs]:
         """Outputs by key, possibly partial: of finished calls, restored calls, and calls in progress."""
-        return self._restored | self._finished | {key: each.sampled for key, each in self._pending.items()}
+        return self._restored | self._finished | {key: call.sampled for key, call in self._pending.items()}
 
     @property
     def has_tokens(self) -> bool:
         """True if at least one token is sampled."""
-        return any(output is not None and len(output.token_ids) for each in self.sampled.values() for output in each)
+        return any(
+            output is not None and len(output.token_ids) for outputs in self.sampled.values() for output in outputs
+        )
 
     def hold(self) -> None:
         """Block further `generate` calls until `release`."""
@@ -215,9 +217,10 @@ async def run_groups(
     """Sample one group per prompt, all concurrently, and return them in prompt order."""
     programs = [None if program is None else program() for _ in prompts]
     contexts = [
-        GroupContext(queue, prompt, terms, scorer, program=each) for prompt, each in zip(prompts, programs, strict=True)
+        GroupContext(queue, prompt, terms, scorer, program=program)
+        for prompt, program in zip(prompts, programs, strict=True)
     ]
-    return await gather([each.run() for each in contexts])
+    return await gather([context.run() for context in contexts])
 
 
 def group_of(prompt: Prompt, completion: Completion) -> Group:

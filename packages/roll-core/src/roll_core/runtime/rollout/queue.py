@@ -159,29 +159,29 @@ class RequestQueue:
         try:
             for request in requests:
                 pending.append(self.submit(request, replica=replica))
-            return list(await asyncio.gather(*[each.done for each in pending]))
+            return list(await asyncio.gather(*[request.done for request in pending]))
         finally:
             self.cancel(pending)
 
     def cancel(self, pending: Iterable[PendingRequest]) -> None:
         """End requests whose result is not needed. Finished ones are ignored."""
-        chosen = [each for each in pending if each.state is not FINISHED]
-        for each in chosen:
-            each.done.cancel()
-            self._close(each, "cancelled")
+        chosen = [request for request in pending if request.state is not FINISHED]
+        for request in chosen:
+            request.done.cancel()
+            self._close(request, "cancelled")
         if chosen:
             self._cancel_running(chosen)
             self._dispatch_soon()
 
     async def pause(self, pending: Iterable[PendingRequest]) -> None:
         """Interrupt requests, which keep their tokens and wait for `resume`. Some may finish meanwhile."""
-        chosen = {each for each in pending if each.wants_tokens}
-        for each in chosen:
-            each.move(PAUSING if each.state is RUNNING else PAUSED)
+        chosen = {request for request in pending if request.wants_tokens}
+        for request in chosen:
+            request.move(PAUSING if request.state is RUNNING else PAUSED)
         self._queue = _without(self._queue, chosen)
         for slot in self._full:
             slot.waiting = _without(slot.waiting, chosen)
-        stopped = asyncio.gather(*[each.stopped.wait() for each in chosen if each.state is PAUSING])
+        stopped = asyncio.gather(*[request.stopped.wait() for request in chosen if request.state is PAUSING])
         stopped.add_done_callback(retrieve)
         try:
             await asyncio.sleep(0)
@@ -193,16 +193,16 @@ class RequestQueue:
 
     def resume(self, pending: Iterable[PendingRequest]) -> None:
         """Continue paused requests. If their `pause` did not end, running outputs stay where they are."""
-        for each in pending:
-            if each.state in (PAUSED, PAUSING):
-                each.move(QUEUED if each.state is PAUSED else RUNNING)
-                self._enqueue(each, each.interrupted)
+        for request in pending:
+            if request.state in (PAUSED, PAUSING):
+                request.move(QUEUED if request.state is PAUSED else RUNNING)
+                self._enqueue(request, request.interrupted)
 
     @asynccontextmanager
     async def paused(self, *, in_flight: bool) -> AsyncIterator[None]:
         """Start no requests in the block, for a weight update. Pauses running requests unless they stay `in_flight`."""
         self._holds += 1
-        paused = [] if in_flight else [each for each in self._requests.values() if each.wants_tokens]
+        paused = [] if in_flight else [request for request in self._requests.values() if request.wants_tokens]
         try:
             await self.pause(paused)
             with self._monitor.suspended():
@@ -216,7 +216,7 @@ class RequestQueue:
         """Wait until no request is unfinished and the callers of finished ones have continued."""
         while True:
             while self._requests:
-                await asyncio.wait([each.done for each in self._requests.values()])
+                await asyncio.wait([request.done for request in self._requests.values()])
             await asyncio.sleep(0)
             if not self._requests:
                 return
@@ -251,9 +251,9 @@ class RequestQueue:
     def _enqueue(self, pending: PendingRequest, outputs: Sequence[PartialOutput]) -> None:
         """Queue the incomplete outputs: as one sub-request while no token is sampled, so that they share the prompt."""
         left = [output for output in outputs if not output.complete]
-        whole = SubRequest(pending, left)
-        together = whole.is_whole and not self._expand
-        for sub in [whole] if together else [SubRequest(pending, [output]) for output in left]:
+        combined = SubRequest(pending, left)
+        together = combined.is_whole and not self._expand
+        for sub in [combined] if together else [SubRequest(pending, [output]) for output in left]:
             heapq.heappush(self._queue, (pending.request.priority, pending.order, next(self._numbers), sub))
         self._dispatch_soon()
 
@@ -429,9 +429,9 @@ class RequestQueue:
             output.add(part, params.max_new_tokens)
             stops = () if params.ignore_eos else params.stop
             if stops and seam and self._find_stop is not None and output.sampled is not None:
-                found = self._find_stop(output.sampled.token_ids, seam, stops)
-                if found is not None and found[0] > params.min_new_tokens:
-                    output.sampled, output.complete = cut_at(output.sampled, *found), True
+                stop = self._find_stop(output.sampled.token_ids, seam, stops)
+                if stop is not None and stop[0] > params.min_new_tokens:
+                    output.sampled, output.complete = cut_at(output.sampled, *stop), True
 
     def _continue(self, pending: PendingRequest, outputs: Sequence[PartialOutput]) -> None:
         """Finish the request, or queue those of `outputs` that are incomplete."""

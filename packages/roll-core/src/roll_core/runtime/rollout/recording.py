@@ -250,18 +250,18 @@ def _head(path: Path, stream: IO[bytes]) -> dict[str, Any]:
 
 def _facts_from(saved: Mapping[str, Any]) -> BatchFacts:
     # Files from before the first release have no tags here; a replay does not read them.
-    found = {"tags": (), **saved}
-    found |= {name: tuple(found[name]) for name in ("ages", "positions", "tags")}
-    return BatchFacts(**found | {"rewards": RewardStats(**saved["rewards"])})
+    values = {"tags": (), **saved}
+    values |= {name: tuple(values[name]) for name in ("ages", "positions", "tags")}
+    return BatchFacts(**values | {"rewards": RewardStats(**saved["rewards"])})
 
 
 def steps_in(run: Path) -> dict[int, Path]:
     """Files of recorded rollouts by step, in ascending order."""
-    found = {}
+    files = {}
     for file in (run / FOLDER).glob("step-*.jsonl"):
         if named := re.fullmatch(r"step-([1-9][0-9]*)\.jsonl", file.name):
-            found[int(named[1])] = file
-    return dict(sorted(found.items()))
+            files[int(named[1])] = file
+    return dict(sorted(files.items()))
 
 
 def _group(line: Mapping[str, Any], prompt: Callable[[str, int], Prompt], path: Path) -> Group:
@@ -297,15 +297,15 @@ class Replay:
 
     async def batch(self, step: int) -> tuple[Sequence[Group], BatchFacts]:
         """The batch that the recorded run trained on after `step` steps. Raises `RecordingError`."""
-        found = await asyncio.to_thread(self._recording.batch, step + 1, self._plan)
+        recorded = await asyncio.to_thread(self._recording.batch, step + 1, self._plan)
         here = self._role.weight_version
-        if found.weight_version != here:
+        if recorded.weight_version != here:
             raise RecordingError(
-                f"step {step + 1} of {self._recording.run} was generated after {found.weight_version} optimizer steps,"
-                f" but this run has taken {here}: set ppo_epochs, gradient_accumulation_steps and warm-up as in the"
-                " recorded run"
+                f"step {step + 1} of {self._recording.run} was generated after {recorded.weight_version} optimizer"
+                f" steps, but this run has taken {here}: set ppo_epochs, gradient_accumulation_steps and warm-up as in"
+                " the recorded run"
             )
-        return found.groups, found.facts
+        return recorded.groups, recorded.facts
 
     def state(self) -> Mapping[str, Any]:
         """A marker without further state, since the step selects the batch."""
@@ -318,14 +318,14 @@ class Replay:
 def saved_group(group: Group) -> dict[str, Any]:
     """A group as JSON, without the fields that its prompt already has."""
     baseline = {} if group.baseline is None else {"baseline": _saved_sample(group.baseline)}
-    return {"samples": [_saved_sample(each) for each in group.samples]} | baseline
+    return {"samples": [_saved_sample(sample) for sample in group.samples]} | baseline
 
 
 def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
     """Restore a group of `prompt` from the result of `saved_group`."""
     baseline = _sample_from(saved["baseline"], prompt) if "baseline" in saved else None
     return Group(
-        id=prompt.id, samples=tuple(_sample_from(each, prompt) for each in saved["samples"]), baseline=baseline
+        id=prompt.id, samples=tuple(_sample_from(sample, prompt) for sample in saved["samples"]), baseline=baseline
     )
 
 
@@ -334,23 +334,23 @@ def _saved_sample(sample: Sample) -> Any:
 
 
 def _sample_from(saved: Mapping[str, Any], prompt: Prompt) -> Sample:
-    found: dict[str, Any] = {**saved, "group_id": prompt.id, "tag": prompt.tag, "metadata": prompt.metadata}
-    if "reward" in found:
-        found["reward"] = Reward(**found["reward"])
-    if "rollout" not in found:
-        return _restored(Sample, found | {"prompt_ids": prompt.tokens})
-    turns = [_restored(TurnRecord, each) for each in found.pop("rollout")["turns"]]
-    return sample_of_rollout(Rollout(turns=tuple(turns)), **found)
+    values: dict[str, Any] = {**saved, "group_id": prompt.id, "tag": prompt.tag, "metadata": prompt.metadata}
+    if "reward" in values:
+        values["reward"] = Reward(**values["reward"])
+    if "rollout" not in values:
+        return _restored(Sample, values | {"prompt_ids": prompt.tokens})
+    turns = [_restored(TurnRecord, turn) for turn in values.pop("rollout")["turns"]]
+    return sample_of_rollout(Rollout(turns=tuple(turns)), **values)
 
 
 def saved_outputs(outputs: Outputs) -> list[dict[str, Any] | None]:
     """Outputs as JSON; some may be partial or None."""
-    return [_saved(each) for each in outputs]
+    return [_saved(output) for output in outputs]
 
 
 def outputs_from(saved: Sequence[Mapping[str, Any] | None]) -> list[CompletionOutput | None]:
     """Restore outputs from the result of `saved_outputs`."""
-    return [None if each is None else _restored(CompletionOutput, each) for each in saved]
+    return [None if output is None else _restored(CompletionOutput, output) for output in saved]
 
 
 def _saved(value: Any, without: Collection[str] = ()) -> Any:
@@ -359,23 +359,25 @@ def _saved(value: Any, without: Collection[str] = ()) -> Any:
         return saved_array(value)
     if is_dataclass(value):
         return {
-            each.name: _saved(found)
-            for each in fields(value)
-            if each.name not in without and (found := getattr(value, each.name)) is not each.default
+            field.name: _saved(content)
+            for field in fields(value)
+            if field.name not in without and (content := getattr(value, field.name)) is not field.default
         }
     if isinstance(value, tuple):
-        return [_saved(each) for each in value]
+        return [_saved(item) for item in value]
     return dict(value) if isinstance(value, Mapping) else value
 
 
 def _restored(kind: type[Record], saved: Mapping[str, Any]) -> Record:
     """Restore a record from the result of `_saved`. Raises `KeyError`, `TypeError` or `ValueError` if it is damaged."""
-    found: dict[str, Any] = {name: array_from(each) if isinstance(each, list) else each for name, each in saved.items()}
-    for each in fields(kind):
-        is_array = each.default is MISSING and each.default_factory is MISSING and each.name not in TEXTS
-        if is_array and not isinstance(found[each.name], np.ndarray):
-            raise TypeError(f"{each.name} of a {kind.__name__} is not an array")
-    return kind(**found)
+    values: dict[str, Any] = {
+        name: array_from(content) if isinstance(content, list) else content for name, content in saved.items()
+    }
+    for field in fields(kind):
+        is_array = field.default is MISSING and field.default_factory is MISSING and field.name not in TEXTS
+        if is_array and not isinstance(values[field.name], np.ndarray):
+            raise TypeError(f"{field.name} of a {kind.__name__} is not an array")
+    return kind(**values)
 
 
 def saved_array(array: np.ndarray[Any, Any]) -> list[Any]:

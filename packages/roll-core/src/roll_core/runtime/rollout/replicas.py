@@ -219,7 +219,7 @@ class Router:
         if slot.alive:
             heapq.heappush(self._heap, (slot.load, slot.number))
             if len(self._heap) > 64 + 8 * len(self.slots):
-                self._heap = [(each.load, each.number) for each in self.slots.values()]
+                self._heap = [(slot.load, slot.number) for slot in self.slots.values()]
                 heapq.heapify(self._heap)
 
     def has_capacity(self, slot: ReplicaSlot) -> bool:

@@ -112,12 +112,12 @@ class PendingRequest:
     @property
     def reported(self) -> list[CompletionOutput | None]:
         """The outputs with what replicas report of running ones."""
-        found = self.sampled
+        outputs = self.sampled
         for id, slot in self.running.items():
             sub: SubRequest = slot.running[id]
             for output, part in zip(sub.outputs, sub.reported, strict=False):
-                found[output.index] = part if output.sampled is None else joined(output.sampled, part)
-        return found
+                outputs[output.index] = part if output.sampled is None else joined(output.sampled, part)
+        return outputs
 
     @property
     def interrupted(self) -> list[PartialOutput]:
@@ -169,7 +169,7 @@ class SubRequest:
 
     def report(self, outputs: Sequence[CompletionOutput]) -> bool:
         """Store progress. True if it has more tokens than the report before."""
-        before, after = (sum(len(each.token_ids) for each in found) for found in (self.reported, outputs))
+        before, after = (sum(len(output.token_ids) for output in report) for report in (self.reported, outputs))
         if after >= before:  # two polls may be answered in the other order
             self.reported = outputs
         if after <= before:
@@ -247,8 +247,8 @@ def stop_finder(decode: Callable[[list[int]], str]) -> FindStop:
             text = decode(tokens[:end].tolist())
             for stop in stops:
                 # Engines have found stop strings that lie entirely before or after the interruption.
-                at = text.find(stop, max(0, len(before) - len(stop) + 1))
-                if 0 <= at < len(before):
+                position = text.find(stop, max(0, len(before) - len(stop) + 1))
+                if 0 <= position < len(before):
                     return end, stop
             if len(text) >= len(before) + max(map(len, stops)):
                 break

@@ -288,7 +288,7 @@ class RolloutScheduler:
                 continue
             try:
                 queue.next = saved["next"]
-                queue.restore([self._slot_from(queue, each) for each in saved["kept"]])
+                queue.restore([self._slot_from(queue, saved_slot) for saved_slot in saved["kept"]])
             except CheckpointMismatchError:
                 raise
             except (KeyError, TypeError, ValueError) as error:
@@ -304,7 +304,7 @@ class RolloutScheduler:
             self._counts["restarted"] += 1
             return slot
         self._counts["restarted"] += saved.get("restarts", False)
-        calls = {key: outputs_from(each) for key, each in saved.get("calls", {}).items()}
+        calls = {key: outputs_from(outputs) for key, outputs in saved.get("calls", {}).items()}
         if saved["group"] is not None:
             slot.group = group_from(saved["group"], prompt)
         elif calls or "program" in saved:
@@ -317,11 +317,11 @@ class RolloutScheduler:
             lengths = [len(sample.response_ids) for sample in slot.group.samples]
         else:
             lengths = [0 if output is None else len(output.token_ids) for output in calls.get("", ())]
-        found = len(lengths) if slot.group is None else slot.group.num_episodes
-        if lengths and found != self.plan.n:
+        num_responses = len(lengths) if slot.group is None else slot.group.num_episodes
+        if lengths and num_responses != self.plan.n:
             raise CheckpointMismatchError(
-                f"the checkpoint has {found} responses to prompt {prompt.id}, but this config samples"
-                f" {self.plan.n}: set the size of groups to {found}"
+                f"the checkpoint has {num_responses} responses to prompt {prompt.id}, but this config samples"
+                f" {self.plan.n}: set the size of groups to {num_responses}"
             )
         if (longest := max(lengths, default=0)) > (limit := self.plan.params.max_new_tokens):
             raise CheckpointMismatchError(
@@ -387,9 +387,9 @@ class RolloutScheduler:
         try:
             group = await rollout.run()
             self._rewards += RewardStats.of([group])
-            kept = self.plan.keep is None or self.plan.keep(group)
-            self._counts["left out"] += not kept
-            queue.finish(slot, group if kept else None)
+            is_kept = self.plan.keep is None or self.plan.keep(group)
+            self._counts["left out"] += not is_kept
+            queue.finish(slot, group if is_kept else None)
             if self._wanted or self.plan.concurrent:
                 self._admit()
             if queue.is_complete:
@@ -412,9 +412,9 @@ class RolloutScheduler:
         bound = math.ceil(self.plan.ahead)
         for queue in self._queues:
             ends = list(accumulate(queue.counts))
-            for at, slot in enumerate(queue.slots.values()):
+            for position, slot in enumerate(queue.slots.values()):
                 begun = slot.group is not None or slot.rollout is not None or slot.saved is not None
-                if begun and self._step + bisect(ends, at) - slot.born > bound:
+                if begun and self._step + bisect(ends, position) - slot.born > bound:
                     self._cancel(slot)
                     queue.restart(slot, self._step)
                     self._counts["stale"] += 1
@@ -432,32 +432,32 @@ class RolloutScheduler:
             rollout.hold()
         await self._requests.pause([pending for _, rollout in running for pending in rollout.pending])
         for slot, rollout in running:
-            is_paused = slot.rollout is not None and any(each.state is PAUSED for each in rollout.pending)
+            is_paused = slot.rollout is not None and any(request.state is PAUSED for request in rollout.pending)
             if is_paused and not (keeps and rollout.has_tokens):
                 self._cancel(slot)
 
 
 def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
     """A group as plain values: complete as `group`, else with the outputs of each call by its key as `calls`."""
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "position": slot.position,
         "born": slot.born,
         "group": None if slot.group is None else saved_group(slot.group),
     }
     if slot.group is not None or slot.rollout is not None or slot.saved is not None:
-        found["prompt"] = _digest(slot.prompt)
+        values["prompt"] = _digest(slot.prompt)
     saved = slot.saved
     if slot.rollout is not None:
         state = slot.rollout.program.snapshot()
         if state is None:
-            return found | {"restarts": True}
+            return values | {"restarts": True}
         saved = SavedRollout(slot.rollout.sampled if slot.rollout.has_tokens else {}, state)
     if saved is not None:
         if saved.sampled:
-            found["calls"] = {key: saved_outputs(outputs) for key, outputs in saved.sampled.items()}
+            values["calls"] = {key: saved_outputs(outputs) for key, outputs in saved.sampled.items()}
         if saved.state:
-            found["program"] = dict(saved.state)
-    return found
+            values["program"] = dict(saved.state)
+    return values
 
 
 def _digest(prompt: Prompt) -> str:

@@ -113,20 +113,23 @@ class RewardRole:
 
         Retries failed samples on the next worker, with exponential backoff, since the failure may be temporary.
         """
-        found = await self._scored(requests)
+        rewards = await self._scored(requests)
         for attempt in range(self.config.max_retries):
-            failed = [at for at, reward in enumerate(found) if reward.failed]
+            failed = [index for index, reward in enumerate(rewards) if reward.failed]
             if not failed:
                 break
             self.retries += len(failed)
             await asyncio.sleep(min(RETRY_S * 2**attempt, LONGEST_RETRY_S))
-            for at, reward in zip(failed, await self._scored([requests[at] for at in failed]), strict=True):
-                found[at] = reward
-        return [self._redacted(reward) for reward in found]
+            for index, reward in zip(failed, await self._scored([requests[index] for index in failed]), strict=True):
+                rewards[index] = reward
+        return [self._redacted(reward) for reward in rewards]
 
     def _redacted(self, reward: Reward) -> Reward:
         clean = self._redactor.text
-        detail = {name: clean(each) if isinstance(each, str) else each for name, each in reward.detail.items()}
+        detail = {
+            name: clean(component) if isinstance(component, str) else component
+            for name, component in reward.detail.items()
+        }
         return replace(reward, failure=clean(reward.failure), detail=detail)
 
     async def close(self) -> None:

@@ -239,8 +239,8 @@ class ActiveRun(Run):
         }
         if problems:  # one guard event per batch, because each event rewrites the run's record
             sample_id, problem = next(iter(problems.items()))
-            found = f"{len(problems)} of {len(samples)} samples; the first is {sample_id}"
-            self.guards.check("token_round_trip", False, f"{self._source(role)}: {problem} ({found})")
+            share = f"{len(problems)} of {len(samples)} samples; the first is {sample_id}"
+            self.guards.check("token_round_trip", False, f"{self._source(role)}: {problem} ({share})")
         if stats.failed:
             threshold = self.config.guards.reward_failures.threshold
             self.guards.check(
@@ -264,13 +264,13 @@ class ActiveRun(Run):
 
     def fault_metrics(self, role: str) -> dict[str, float]:
         """Replicas that `role` has lost, and reward calls that were retried since the last call of this method."""
-        found = {}
+        metrics = {}
         if role in self.infer_roles and (lost := self.infer_roles[role].queue.num_lost_replicas):
-            found["rollout/lost_replicas"] = float(lost)
+            metrics["rollout/lost_replicas"] = float(lost)
         if self.rewards is not None and (retries := self.rewards.retries - self._retries):
             self._retries += retries
-            found["reward/retries"] = float(retries)
-        return found
+            metrics["reward/retries"] = float(retries)
+        return metrics
 
     def _need_rewards(self) -> None:
         """Raise `PluginError` if the pipeline omits a configured reward role; samples would lack correct rewards."""
@@ -393,18 +393,18 @@ class RunRollouts(Rollouts):
 
 def batch_metrics(plan: RolloutPlan, groups: Sequence[Group], facts: BatchFacts) -> dict[str, float]:
     """Metrics `rollout/...` of the features that the plan uses."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     if plan.keep is not None:
-        found["rollout/left_out_groups"] = float(facts.left_out)
+        metrics["rollout/left_out_groups"] = float(facts.left_out)
     if plan.first_ready:
-        found |= {
+        metrics |= {
             "rollout/passed_over_groups": float(facts.passed_over),
             "rollout/late_length_ratio": late_length_ratio(groups, facts.ages),
         }
     if plan.ahead:
         samples = [sample for group in groups for sample in group.samples if len(sample.versions)]
         mixed = [bool(sample.versions.min() != sample.versions.max()) for sample in samples]
-        found |= {
+        metrics |= {
             "rollout/surplus_groups": float(facts.surplus),
             "rollout/stale_groups": float(facts.stale),
             "rollout/staleness/mean": statistics.fmean(facts.ages) if facts.ages else 0.0,
@@ -412,8 +412,8 @@ def batch_metrics(plan: RolloutPlan, groups: Sequence[Group], facts: BatchFacts)
             "rollout/mixed_version_share": statistics.fmean(mixed) if mixed else 0.0,
         }
     if facts.restarted:
-        found["rollout/restarted_groups"] = float(facts.restarted)
-    return found
+        metrics["rollout/restarted_groups"] = float(facts.restarted)
+    return metrics
 
 
 def late_length_ratio(groups: Sequence[Group], ages: Sequence[int]) -> float:

@@ -99,7 +99,7 @@ async def start_roles(
     forget_peak()
     log.info("executor %s on platform %s", chosen.name, platform.name)
     groups = await executor.start(group_specs(roles, config, registry, platform, places, tokenizer))
-    record.update(environments={role: dict(found) for role, found in executor.fingerprints.items()})
+    record.update(environments={role: dict(versions) for role, versions in executor.fingerprints.items()})
     rewards: dict[str, AnyRewardRole] = {}
     for role in roles:
         worker, group = configs[role.name], groups[role.name]

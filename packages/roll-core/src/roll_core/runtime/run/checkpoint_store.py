@@ -87,7 +87,7 @@ class CheckpointUploader:
     def submit(self, checkpoint: Checkpoint, best: BestCheckpoint | None) -> None:
         """Upload a complete checkpoint. Skips older ones whose upload has not begun, except the best one."""
         self._best = best.step if best is not None else None
-        for skipped in [each for each in self._pending if each.step != self._best]:
+        for skipped in [upload for upload in self._pending if upload.step != self._best]:
             logger.warning("step %d is not uploaded: step %d is newer", skipped.step, checkpoint.step)
             self._pending.remove(skipped)
             self._local.pinned.discard(skipped.step)
@@ -217,7 +217,7 @@ class RemoteFolder:
         """Manifests of the complete checkpoints at most `folders` below, by path below this folder: those of the newest
         run first, its last step first. The clock may have been set back between two steps."""
         self._files.invalidate_cache()
-        found = {}
+        manifests = {}
         try:
             names = self._files.find(self._path, maxdepth=folders + 1)
         except FileNotFoundError:
@@ -227,15 +227,15 @@ class RemoteFolder:
             if file != MANIFEST or STEP.fullmatch(folder.rpartition("/")[2]) is None:
                 continue
             try:
-                found[folder.removeprefix(self._path).strip("/")] = parse_manifest(self._files.cat_file(name))
+                manifests[folder.removeprefix(self._path).strip("/")] = parse_manifest(self._files.cat_file(name))
             except FileNotFoundError:  # a run in progress has removed it meanwhile
                 continue
             except CheckpointError as error:
                 logger.warning("%s/%s is incomplete and is skipped: %s", self.url, folder, error)
         newest: dict[str, float] = {}
-        for name, manifest in found.items():
+        for name, manifest in manifests.items():
             newest[_run_of(name)] = max(manifest.created, newest.get(_run_of(name), 0.0))
-        return dict(sorted(found.items(), key=lambda each: (newest[_run_of(each[0])], each[1].step), reverse=True))
+        return dict(sorted(manifests.items(), key=lambda item: (newest[_run_of(item[0])], item[1].step), reverse=True))
 
     def put(self, name: str, source: Path, stop: threading.Event) -> None:
         """Write a file. Raises `CheckpointError` for a wrong size, and soon after another thread sets `stop`."""
@@ -254,8 +254,8 @@ class RemoteFolder:
         self._files.invalidate_cache()
         if source.name.endswith(".jsonl") or source.name == "run.json":  # the run still writes to it
             return
-        if (found := self._files.size(target)) != size:
-            raise CheckpointError(f"{self.url}/{name} has {found} bytes after its upload instead of {size}")
+        if (size_there := self._files.size(target)) != size:
+            raise CheckpointError(f"{self.url}/{name} has {size_there} bytes after its upload instead of {size}")
 
     def put_checkpoint(self, path: Path, stop: threading.Event) -> None:
         """Write the complete checkpoint at `path` as `step-N/`, its manifest last."""

@@ -86,11 +86,11 @@ class SavedRun:
             )
             records: list[SavedRun | SavedRole] = [saved, *saved.roles.values()]
             for record in records:
-                for each in fields(record):
-                    value, known = getattr(record, each.name), {"str": str, "int": int, "bool": bool}
-                    expected = known.get(str(each.type), dict)
-                    if type(value) is not expected and not (value is None and each.default is None):
-                        raise TypeError(f"{each.name} is {value!r:.100}")
+                for field in fields(record):
+                    value, known = getattr(record, field.name), {"str": str, "int": int, "bool": bool}
+                    expected = known.get(str(field.type), dict)
+                    if type(value) is not expected and not (value is None and field.default is None):
+                        raise TypeError(f"{field.name} is {value!r:.100}")
             for name in saved.roles:
                 if not is_inside(name) or "/" in name:
                     raise TypeError(f"{name!r:.100} is not a name of a role")
@@ -146,8 +146,8 @@ async def load_run(run: ActiveRun, pipeline: Pipeline[Any], checkpoint: Checkpoi
         role = run.train_role(name)
         strategy = role.config.strategy_args.strategy_name if role.config.strategy_args else ""
         can, world_size = role.capabilities, role.group.world_size
-        own = strategy == state.strategy and (state.world_size == world_size or can.any_world_size)
-        portable = not own and state.portable and can.portable_state
+        same_layout = strategy == state.strategy and (state.world_size == world_size or can.any_world_size)
+        portable = not same_layout and state.portable and can.portable_state
         if portable:
             log.info("%s: %s × %d loads the portable state of %s", name, strategy, world_size, state)
         await role.load(checkpoint.path / name, state.weight_version, portable=portable)

@@ -90,17 +90,17 @@ class RunIdentity:
     def read(cls, saved: Mapping[str, Any] | None) -> Self | None:
         """The identity in a checkpoint; None if it has none, or if it cannot be read."""
         try:
-            found = cls(**(saved or {}))
+            identity = cls(**(saved or {}))
         except TypeError:
             return None
-        if not saved or not isinstance(found.models, dict):
+        if not saved or not isinstance(identity.models, dict):
             return None
-        parts = (found.tokenizer, found.data, found.attempts, *found.models.values())
+        parts = (identity.tokenizer, identity.data, identity.attempts, *identity.models.values())
         if not all(isinstance(part, dict) for part in parts):
             return None
         # Retention removes checkpoints below these ids.
-        attempts = found.attempts.items()
-        return found if all(_ID.fullmatch(id) and type(step) is int for id, step in attempts) else None
+        attempts = identity.attempts.items()
+        return identity if all(_ID.fullmatch(id) and type(step) is int for id, step in attempts) else None
 
     def at_step(self, step: int) -> dict[str, Any]:
         """Plain values for `read`, in the checkpoint of `step`."""
@@ -128,29 +128,29 @@ def changes(checkpoint: Checkpoint, saved: RunIdentity | None, here: RunIdentity
     the tokenizer, and files of rows."""
     old, new = _read_config(checkpoint.run / "config.yaml"), _read_config(config)
     pairs = [(key, old.get(key), new.get(key)) for key in {**old, **new}] if old and new else []
-    found = [_change(key, *values) for key, *values in pairs if values[0] != values[1]]
+    differences = [_change(key, *values) for key, *values in pairs if values[0] != values[1]]
     if saved is not None:
         parts = here.tokenizer.items()
-        found += [f"the tokenizer's {name}" for name, part in parts if saved.tokenizer.get(name, part) != part]
+        differences += [f"the tokenizer's {name}" for name, part in parts if saved.tokenizer.get(name, part) != part]
         sizes = [(name, saved.data.get(name, size), size) for name, size in here.data.items()]
-        found += [f"{name} ({before} → {size} bytes)" for name, before, size in sizes if before != size]
-    return found
+        differences += [f"{name} ({before} → {size} bytes)" for name, before, size in sizes if before != size]
+    return differences
 
 
-def log_changes(found: list[str], checkpoint: Checkpoint) -> None:
+def log_changes(differences: list[str], checkpoint: Checkpoint) -> None:
     """Log the changes in one line."""
-    if found:
-        log.warning("other than the run of %s: %s", checkpoint, _listed(found))
+    if differences:
+        log.warning("other than the run of %s: %s", checkpoint, _listed(differences))
 
 
 def _model_config(model: ModelSpec) -> dict[str, Any]:
     """Config of a model with its overrides under their own key; empty if it cannot be read on this host."""
     overrides = dict(model.config_overrides)
-    found: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     if model.library:
-        found = dict(model.random_init or {})
+        described = dict(model.random_init or {})
         for file in sorted(Path(model.path).rglob("*config.json")) if model.path else ():
-            found[file.relative_to(model.path).as_posix()] = _read_json(file)
+            described[file.relative_to(model.path).as_posix()] = _read_json(file)
     else:
         from transformers import AutoConfig
 
@@ -160,11 +160,11 @@ def _model_config(model: ModelSpec) -> dict[str, Any]:
                 config = AutoConfig.for_model(keys.pop("model_type", ""), **keys)
             else:
                 config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-            found = json.loads(config.to_json_string(use_diff=False))
+            described = json.loads(config.to_json_string(use_diff=False))
         except Exception as error:  # of transformers, or of a model's own code; reported when the model is built
             log.debug("the config of %s cannot be compared: %s", model.path or "random_init", error)
             return {}
-    return {**found, "model_config_kwargs": overrides}
+    return {**described, "model_config_kwargs": overrides}
 
 
 def _changed_config(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -213,10 +213,10 @@ def _size(path: Path) -> int | None:
 def _read_config(path: Path) -> dict[str, Any]:
     """Dotted keys of a run's `config.yaml` that belong to no single attempt; empty if it cannot be read."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return {} if not isinstance(found, dict) else flat({k: v for k, v in found.items() if k not in OF_THE_ATTEMPT})
+    return {} if not isinstance(config, dict) else flat({k: v for k, v in config.items() if k not in OF_THE_ATTEMPT})
 
 
 def _read_json(path: Path) -> Any:
@@ -237,6 +237,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _listed(found: list[str]) -> str:
-    more = len(found) - MOST_CHANGES
-    return ", ".join(found[:MOST_CHANGES]) + (f", and {more} more" if more > 0 else "")
+def _listed(differences: list[str]) -> str:
+    more = len(differences) - MOST_CHANGES
+    return ", ".join(differences[:MOST_CHANGES]) + (f", and {more} more" if more > 0 else "")

@@ -274,8 +274,8 @@ class _Driver:
             with ledger.stage("data"):
                 num_steps = self.pipeline.prepare(run)
                 if not hasattr(num_steps, "__index__"):  # an integer, also numpy's
-                    found, owner = type(num_steps).__name__, self.registry.owner(self.provider)
-                    raise ContractError(f"{owner}: prepare() returned {found}, expected the number of steps")
+                    kind, owner = type(num_steps).__name__, self.registry.owner(self.provider)
+                    raise ContractError(f"{owner}: prepare() returned {kind}, expected the number of steps")
             resumed_step = checkpoint.step if checkpoint is not None else 0
             self.record.update(
                 steps_asked=num_steps,
@@ -554,11 +554,11 @@ class _Driver:
 
     async def _evaluate(self, run: ActiveRun) -> dict[str, float]:
         with self.ledger.stage("evaluation"):
-            found = await self.stop.unless_requested(self.pipeline.evaluate(run))
-            self.evaluation_due = found is None and self.stop.requested  # a plugin's `evaluate` may return None
+            evaluated = await self.stop.unless_requested(self.pipeline.evaluate(run))
+            self.evaluation_due = evaluated is None and self.stop.requested  # a plugin's `evaluate` may return None
             if self.evaluation_due:
                 log.info("the resumed run will repeat the evaluation of step %d", run.step)
-            metrics = dict(found or {}) | run.take_metrics()
+            metrics = dict(evaluated or {}) | run.take_metrics()
         if metrics:
             self.console.evaluated(
                 run.step, {name: value for name, value in metrics.items() if name.startswith("val/")}

@@ -114,8 +114,8 @@ async def logprob_probe(
             id = f"fixed {rank}"  # each replica may have chosen others
             sequences[id] = _sequence(id, tokens, 1, experts)
     for rank, output in sampled.items():
-        whole = np.concatenate([prompt, output.token_ids])
-        sequences[str(rank)] = _sequence(str(rank), whole, len(prompt), output.routed_experts)
+        tokens_of_replica = np.concatenate([prompt, output.token_ids])
+        sequences[str(rank)] = _sequence(str(rank), tokens_of_replica, len(prompt), output.routed_experts)
     scored = await train.score(list(sequences.values()), WantedOutputs(logprobs=True))
     if scored.logprobs is None:
         raise WeightSyncError(f"{train.name} returned no logprobs of the probe tokens")
@@ -159,12 +159,12 @@ def _exist(ids: TokenIds, vocab_size: int) -> bool:
 
 
 def _fixed(completion: Completion, tokens: TokenIds, expected: Floats, who: str) -> Compared:
-    found = completion.prompt_logprobs
-    if found is None or len(found) != len(expected):
-        num = 0 if found is None else len(found)
+    logprobs = completion.prompt_logprobs
+    if logprobs is None or len(logprobs) != len(expected):
+        num = 0 if logprobs is None else len(logprobs)
         raise WeightSyncError(f"{who} returned {num} logprobs for {len(expected)} probe tokens")
-    _require_finite(who, found)
-    return Compared(tokens[1:], found[1:], expected[1:])
+    _require_finite(who, logprobs)
+    return Compared(tokens[1:], logprobs[1:], expected[1:])
 
 
 def _distance(one: Floats, other: Floats) -> float:

@@ -142,21 +142,25 @@ class GroupTrainRole(TrainRole):
         # The moving average is part of the optimizer's state.
         async with self._lease(TRAINED if want.ema else WEIGHTS):
             score = self._workers(TrainWorker.score)
-            found = await score.each(
+            outputs_of_ranks = await score.each(
                 [score.args([sequences[i] for i in shares[rank.index]], want) for rank in self._ranks]
             )
         joined: dict[str, list[Any]] = {}
-        for each in fields(ScoredSequences):
-            parts = [getattr(outputs, each.name) for outputs in found]
+        for field in fields(ScoredSequences):
+            parts = [getattr(outputs, field.name) for outputs in outputs_of_ranks]
             if parts[0] is not None:
-                joined[each.name] = self._in_order(shares, parts)
+                joined[field.name] = self._in_order(shares, parts)
         return ScoredSequences(**joined)
 
-    def _in_order(self, shares: Sequence[Sequence[int]], found: Sequence[Sequence[T]]) -> list[T]:
+    def _in_order(self, shares: Sequence[Sequence[int]], results: Sequence[Sequence[T]]) -> list[T]:
         """Results of all leaders in the order of the whole batch; `shares` are the indices of each data rank."""
-        leaders = [(shares[rank.index], each) for rank, each in zip(self._ranks, found, strict=True) if rank.leader]
-        rows = [row for _, each in leaders for row in each]
-        return [rows[at] for at in np.argsort([at for share, _ in leaders for at in share])]
+        leaders = [
+            (shares[rank.index], rows_of_rank)
+            for rank, rows_of_rank in zip(self._ranks, results, strict=True)
+            if rank.leader
+        ]
+        rows = [row for _, rows_of_rank in leaders for row in rows_of_rank]
+        return [rows[index] for index in np.argsort([index for share, _ in leaders for index in share])]
 
     @override
     async def update(
@@ -190,8 +194,10 @@ class GroupTrainRole(TrainRole):
         self._check_rows(rows)
         call, shares = self._workers(TrainWorker.run_program), balance_rows(rows, self.data_parallel)
         async with self._lease(self._program_parts):
-            found = await call.each([call.args([rows[i] for i in shares[rank.index]], program) for rank in self._ranks])
-        return self._in_order(shares, found)
+            results = await call.each(
+                [call.args([rows[i] for i in shares[rank.index]], program) for rank in self._ranks]
+            )
+        return self._in_order(shares, results)
 
     @override
     async def update_program(
@@ -244,14 +250,14 @@ class GroupTrainRole(TrainRole):
 
     def _check_wanted(self, want: WantedOutputs) -> None:
         """Raise `UnsupportedError` for outputs that the strategy does not declare."""
-        whole = want.hidden or want.comparison is not None
-        for name, wanted in (
+        whole_vocabulary = want.hidden or want.comparison is not None
+        for name, is_wanted in (
             ("topk", want.topk > 0),
             ("gathered", want.gathered),
-            ("whole_vocabulary", whole),
+            ("whole_vocabulary", whole_vocabulary),
             ("ema", want.ema),
         ):
-            if wanted and not getattr(self.capabilities, name):
+            if is_wanted and not getattr(self.capabilities, name):
                 raise self._undeclared(name)
 
     def _check_rows(self, rows: Sequence[ModuleRow]) -> None:
@@ -285,7 +291,7 @@ class GroupTrainRole(TrainRole):
             unfinished = await save.each([save.args(folder) for folder in self._rank_folders(path)])
             if portable:
                 await self._workers(TrainWorker.save_portable).all(str(path / PORTABLE))
-        written = {each.name for each in path.iterdir()} if path.is_dir() else set()
+        written = {file.name for file in path.iterdir()} if path.is_dir() else set()
         if lost := [str(member) for member in self.group.members if f"rank-{member.rank}" not in written]:
             raise CheckpointError(
                 f"{self.name}: {path} lacks the files of {', '.join(lost)}, which wrote them to its own disk: set"
@@ -411,15 +417,15 @@ class GroupInferRole(InferRole):
         """Call every live rank. Omits a replica that exits during the call; `revive` restarts it later."""
         ranks = [rank for rank in range(self.group.world_size) if rank not in self.group.lost]
         outcomes = await asyncio.gather(*[call(rank) for rank in ranks], return_exceptions=True)
-        found: list[R] = []
+        results: list[R] = []
         for rank, outcome in zip(ranks, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
-                found.append(outcome)
+                results.append(outcome)
             elif not isinstance(outcome, ignored) and not (
                 isinstance(outcome, WorkerDiedError) and rank in self.group.lost
             ):
                 raise outcome
-        return found
+        return results
 
     async def start(self) -> None:
         """Start every engine and log the URLs of its OpenAI-compatible endpoints, if it has any."""
@@ -476,7 +482,7 @@ class GroupInferRole(InferRole):
 
     @override
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        if not self.capabilities.prompt_topk and any(each.prompt_topk for each in requests):
+        if not self.capabilities.prompt_topk and any(request.prompt_topk for request in requests):
             raise UnsupportedError(f"{self.name}: its strategy does not declare the capability prompt_topk")
         async with self.lease():
             return await self.served(self.queue.generate(requests))
@@ -534,8 +540,8 @@ class GroupInferRole(InferRole):
         faults = [failure for failure in failures if not isinstance(failure, WorkerDiedError)]
         if faults or len(failures) == len(outcomes):
             raise (faults or failures)[0]
-        found = zip(self._replicas, outcomes, strict=True)
-        return {rank: outcome[0] for rank, outcome in found if not isinstance(outcome, BaseException)}
+        by_replica = zip(self._replicas, outcomes, strict=True)
+        return {rank: outcome[0] for rank, outcome in by_replica if not isinstance(outcome, BaseException)}
 
     @asynccontextmanager
     async def lease(self, *, scores: bool = False) -> AsyncIterator[None]:
@@ -566,18 +572,18 @@ class GroupInferRole(InferRole):
 
 def group_order(sequences: Sequence[TrainSequence], seed: int | None, epoch: int) -> list[list[int]]:
     """Indices of the rows of each rollout or unit, with whole groups shuffled by `seed`; not shuffled if it is None."""
-    whole = rollouts(sequences)
+    groups_of_rows = rollouts(sequences)
     if seed is None:
-        return whole
-    groups = sorted({each.group for each in sequences})
+        return groups_of_rows
+    groups = sorted({sequence.group for sequence in sequences})
     places = dict(zip(groups, np.random.default_rng([seed, epoch]).permutation(len(groups)).tolist(), strict=True))
-    return sorted(whole, key=lambda rows: places[sequences[rows[0]].group])
+    return sorted(groups_of_rows, key=lambda rows: places[sequences[rows[0]].group])
 
 
 def row_order(num_rows: int, seed: int | None, epoch: int) -> list[list[int]]:
     """Indices of the rows of a program, each a unit of its own, shuffled by `seed`; not shuffled if it is None."""
     order = range(num_rows) if seed is None else np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
-    return [[at] for at in order]
+    return [[index] for index in order]
 
 
 def even_chunks(sequences: Sequence[T], size: int, max_chunks: int | None = None) -> list[Sequence[T]]:

@@ -65,7 +65,11 @@ def how_to_resume(
     if not step:
         return [("resume", f"no checkpoint was saved (save_steps: {loaded.config.save_steps})")]
     source = "true" if saved else record["resumed_from"]  # `true` does not search other experiments and URLs
-    overrides = [each for each in argv[1:] if "=" in each and not each.startswith(("-", "resume_from_checkpoint="))]
+    overrides = [
+        argument
+        for argument in argv[1:]
+        if "=" in argument and not argument.startswith(("-", "resume_from_checkpoint="))
+    ]
     config = loaded.sources[0] if loaded.sources else relative(run_dir.config)
     command = ["roll-core", "run", str(config), *overrides, f"resume_from_checkpoint={source}"]
     return [("resume", f"{redactor.text(shlex.join(command))}   (step {step} is saved)")]
@@ -134,8 +138,10 @@ def advise(error: BaseException, registry: Registry) -> Advice | None:
     method = _method(error)
     known = list(_known(registry))
     for cause in reversed(list(dict.fromkeys(_causes(error)))):
-        matching = [each for each in known if re.search(each.pattern, cause)]
-        fitting = [each for each in matching if method in each.during] or [each for each in matching if not each.during]
+        matching = [entry for entry in known if re.search(entry.pattern, cause)]
+        fitting = [entry for entry in matching if method in entry.during] or [
+            entry for entry in matching if not entry.during
+        ]
         if fitting:
             return Advice(known=fitting[0], seen=cause)
     return None
@@ -144,7 +150,7 @@ def advise(error: BaseException, registry: Registry) -> Advice | None:
 def _known(registry: Registry) -> Iterator[KnownError]:
     """Known errors, general ones last: other entries are more specific to an engine."""
     records = registry.providers(KnownErrorsProvider)[::-1]
-    for record in sorted(records, key=lambda each: each.general):
+    for record in sorted(records, key=lambda record: record.general):
         try:
             yield from known_errors(record, owner=registry.owner(record))
         except PluginError as error:
@@ -152,7 +158,7 @@ def _known(registry: Registry) -> Iterator[KnownError]:
 
 
 def _method(error: BaseException) -> str:
-    return next((each.method for each in chain(error) if isinstance(each, WorkerError)), "")
+    return next((cause.method for cause in chain(error) if isinstance(cause, WorkerError)), "")
 
 
 def _causes(ended_by: BaseException) -> Iterator[str]:
@@ -174,17 +180,17 @@ def _causes(ended_by: BaseException) -> Iterator[str]:
 
 def _causes_in_trace(trace: str) -> Iterator[str]:
     """Exceptions in a traceback, in its order, with the root cause first; without ROLL's own."""
-    own = {each.__name__ for each in _subclasses(RollError)}
+    our_errors = {cls.__name__ for cls in _subclasses(RollError)}
     for line in trace.splitlines():
-        found = _CAUSE_IN_TRACE.match(line)
-        if found is not None and found["name"] not in own:
-            yield _first_line(found["name"], found["message"] or "")
+        match = _CAUSE_IN_TRACE.match(line)
+        if match is not None and match["name"] not in our_errors:
+            yield _first_line(match["name"], match["message"] or "")
 
 
 def _subclasses(cls: type[BaseException]) -> Iterator[type[BaseException]]:
     yield cls
-    for each in cls.__subclasses__():
-        yield from _subclasses(each)
+    for subclass in cls.__subclasses__():
+        yield from _subclasses(subclass)
 
 
 def _first_line(name: str, message: str) -> str:

@@ -48,7 +48,7 @@ def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) ->
     else:
         path = _model_path(config)
         models = [worker.model_args for worker in config.roles().values()]
-        trusted = [each.trust_remote_code for each in models if (each.model_name_or_path or config.pretrain) == path]
+        trusted = [model.trust_remote_code for model in models if (model.model_name_or_path or config.pretrain) == path]
         tokenizer = load_tokenizer(path, trust_remote_code=any(trusted))
     if trained and trained.template != "native" and (trained.template != "plain" or in_turns or are_chats(trained)):
         template = chat_template_of(trained.template, tokenizer)

@@ -84,9 +84,9 @@ class WeightSyncController:
         version = self._run.train_role(source).weight_version
         link = self._links.get((source, target))
         engine = self._run.engine(target)
-        whole = not engine.group.lost and not engine.queue.no_replicas.is_set()
+        complete = not engine.group.lost and not engine.queue.no_replicas.is_set()
         current = link is not None and link.version == version and self._sources.get(target) == source
-        if current and engine.has_weights and whole:
+        if current and engine.has_weights and complete:
             return {}
         if engine.group.lost:
             async with self._run.leases.take({target: ENGINE}):  # an engine needs exclusive slots while it starts
@@ -123,8 +123,8 @@ class WeightSyncController:
         due = link.probed_at < 0 or (not link.followed and changed_at > link.probed_at)
         if guards.active("logprob_probe") and (scheduled or due):
             try:
-                found = await self._probe(link, source, target, changed_at)
-                metrics |= found if scheduled else {}
+                probe_metrics = await self._probe(link, source, target, changed_at)
+                metrics |= probe_metrics if scheduled else {}
             except WorkerDiedError as error:
                 if not engine.queue.no_replicas.is_set():
                     raise
@@ -165,11 +165,11 @@ class WeightSyncController:
         sender = role_facts(trainer.group, trainer.capabilities.weight_transports, train_devices, directory=directory)
         receiver = role_facts(engine.group, engine.capabilities.weight_transports, infer_devices, directory=directory)
         workers = (*sender.workers, *receiver.workers)
-        on_devices = not self._in_process and all(each.device.device != HOST_DEVICE for each in workers)
+        on_devices = not self._in_process and all(worker.device.device != HOST_DEVICE for worker in workers)
         rejected: dict[str, str] = {}
         while True:
-            wanted = run.config.weight_transport
-            choice = choose_transport(self._registry, sender, receiver, wanted, rejected=rejected)
+            transport = run.config.weight_transport
+            choice = choose_transport(self._registry, sender, receiver, transport, rejected=rejected)
             failures: list[str] = []
             for route in load_transport(choice.provider).routes(sender, receiver):
                 plan = SyncPlan(
@@ -223,8 +223,10 @@ class WeightSyncController:
 
         def check(part: str, on: str, bound: float) -> float | None:
             """Check the worst replica's gap in this part of the readings; None if no replica has the part."""
-            found: dict[int, Compared | None] = {rank: getattr(each, part) for rank, each in readings.items()}
-            gaps = {rank: compared.gap for rank, compared in found.items() if compared is not None}
+            compared_by_rank: dict[int, Compared | None] = {
+                rank: getattr(reading, part) for rank, reading in readings.items()
+            }
+            gaps = {rank: compared.gap for rank, compared in compared_by_rank.items() if compared is not None}
             if not gaps:
                 return None
             worst = max(gaps, key=gaps.__getitem__)

@@ -142,8 +142,8 @@ class WeightBroadcaster:
 
     async def _prepare(self, plan: SyncPlan) -> tuple[int, SendHandle]:
         """Prepare all senders. Returns rank and handle of the first; the handle has the addresses of all senders."""
-        found = await self._senders(SendingWorker.prepare_send, plan.deadline_s + GRACE_S).all(plan)
-        ready = {rank: handle for rank, handle in enumerate(found) if handle is not None}
+        handles = await self._senders(SendingWorker.prepare_send, plan.deadline_s + GRACE_S).all(plan)
+        ready = {rank: handle for rank, handle in enumerate(handles) if handle is not None}
         for rank, handle in ready.items():
             if plan.route.sources:
                 handle = replace(handle, addresses=tuple(ready[source].address for source in plan.route.sources))
@@ -199,10 +199,10 @@ class WeightBroadcaster:
             for rank, outcome in enumerate(await self._senders(SendingWorker.send_weights, within_s).all(plan))
             if outcome is not None
         }
-        (first_rank, first), *others = sorted(outcomes.items(), key=lambda each: each[1].manifest is not None)
+        (first_rank, first), *others = sorted(outcomes.items(), key=lambda item: item[1].manifest is not None)
         if first.manifest is None or not others:
-            timed_out = tuple(sorted(rank for each in outcomes.values() for rank in each.timed_out))
-            disconnected = tuple(sorted(rank for each in outcomes.values() for rank in each.disconnected))
+            timed_out = tuple(sorted(rank for outcome in outcomes.values() for rank in outcome.timed_out))
+            disconnected = tuple(sorted(rank for outcome in outcomes.values() for rank in outcome.disconnected))
             return replace(first, timed_out=timed_out, disconnected=disconnected)
         for rank, other in others:
             theirs = {entry.name: entry for entry in other.manifest.tensors} if other.manifest else {}
@@ -223,7 +223,7 @@ class WeightBroadcaster:
         sent = sending.result() if sending.done() and not sending.exception() else SendOutcome()
         for error in sorted(raised, key=lambda error: not isinstance(error, WorkerDiedError)):
             if isinstance(error, WorkerTimeoutError) and error.role == self._infer.role:
-                raise self._timed_out(plan, error.ranks, sent.at) from error
+                raise self._timed_out(plan, error.ranks, sent.tensor_name) from error
             raise error
         received = receiving.result() if receiving.done() else []
         for outcome in received:
@@ -232,11 +232,11 @@ class WeightBroadcaster:
         if sent.failure is not None:
             raise sent.failure
         if sent.timed_out:
-            raise self._timed_out(plan, sent.timed_out, sent.at)
+            raise self._timed_out(plan, sent.timed_out, sent.tensor_name)
         if sent.disconnected:
             raise WeightSyncError(
-                f"{self._infer.role} rank {_ranks(sent.disconnected)} disconnected before it read {sent.at} of weight"
-                f" version {plan.version}"
+                f"{self._infer.role} rank {_ranks(sent.disconnected)} disconnected before it read {sent.tensor_name} of"
+                f" weight version {plan.version}"
             )
         for outcome in received:
             if outcome.failure is not None:
@@ -244,8 +244,8 @@ class WeightBroadcaster:
         if not receiving.done():
             raise self._timed_out(plan, range(plan.num_receivers))
 
-    def _timed_out(self, plan: SyncPlan, ranks: Sequence[int], at: str = "") -> ReceiverTimeoutError:
-        where = f" (it did not read {at})" if at else ""
+    def _timed_out(self, plan: SyncPlan, ranks: Sequence[int], tensor_name: str = "") -> ReceiverTimeoutError:
+        where = f" (it did not read {tensor_name})" if tensor_name else ""
         return ReceiverTimeoutError(
             f"{self._infer.role} rank {_ranks(ranks)} did not confirm weight version {plan.version} within"
             f" {plan.deadline_s:g} s{where}: the engine hangs, or model_update_timeout is too short",
@@ -268,11 +268,11 @@ class WeightBroadcaster:
                 computed.add(name, handed_over[name], receipt.digests[name])
             digests |= computed.read()
             entries = tuple(
-                replace(each, digest=digests[each.name]) if each.name in copied else each for each in sent.tensors
+                replace(entry, digest=digests[entry.name]) if entry.name in copied else entry for entry in sent.tensors
             )
             verify(replace(sent, tensors=entries), receipt, self._previous)
         return replace(
-            sent, tensors=tuple(replace(each, digest=digests.get(each.name, each.digest)) for each in sent.tensors)
+            sent, tensors=tuple(replace(entry, digest=digests.get(entry.name, entry.digest)) for entry in sent.tensors)
         )
 
 

@@ -54,7 +54,7 @@ class SyncPlan:
     def receivers_of(self, rank: int) -> tuple[int, ...]:
         """Ranks of the receivers that a train rank sends to."""
         sources = self.route.sources
-        return tuple(each for each in range(self.num_receivers) if not sources or sources[each] == rank)
+        return tuple(receiver for receiver in range(self.num_receivers) if not sources or sources[receiver] == rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class SendOutcome:
     """Receivers that had not read everything by the deadline."""
     disconnected: tuple[int, ...] = ()
     """Receivers that disconnected before the end."""
-    at: str = ""
+    tensor_name: str = ""
     """First tensor that these receivers had not confirmed."""
     failure: WeightSyncError | None = None
 

@@ -122,7 +122,7 @@ class WeightSender:
         except ReceiversLostError as lost:
             self.close()
             _exhaust(exported)
-            return SendOutcome(timed_out=lost.timed_out, disconnected=lost.disconnected, at=lost.at)
+            return SendOutcome(timed_out=lost.timed_out, disconnected=lost.disconnected, tensor_name=lost.tensor_name)
         except WeightSyncError as error:
             self.close()
             _exhaust(exported)
@@ -174,12 +174,12 @@ class WeightSender:
             device=self._device,
             options=plan.route.options,
         )
-        wanted = (plan.transport, plan.replaced, setup)
-        if self._endpoint is None or self._endpoint_setup != wanted:
+        endpoint_setup = (plan.transport, plan.replaced, setup)
+        if self._endpoint is None or self._endpoint_setup != endpoint_setup:
             if self._endpoint is not None:
                 self._endpoint.close()
                 self._endpoint = None
-            self._endpoint, self._endpoint_setup = load_transport(plan.transport).sender(setup), wanted
+            self._endpoint, self._endpoint_setup = load_transport(plan.transport).sender(setup), endpoint_setup
         return self._endpoint
 
 
@@ -217,8 +217,8 @@ def sample_fingerprint(tensors: Sequence[tuple[str, Tensor]], sample_bytes: int 
                 running.update(page.numpy().data)
             else:
                 digests.add(f"{name}\0{number}", page, MULTILINEAR)
-    for name, found in digests.read().items():
-        running.update(f"\0{name}\0{found}".encode())
+    for name, digest_text in digests.read().items():
+        running.update(f"\0{name}\0{digest_text}".encode())
     return running.hexdigest()
 
 

@@ -62,8 +62,8 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
 
     Raises `ConfigError` if none of them names a model.
     """
-    own = source = role_config(config, role.name).model_args
-    if own.model_name_or_path is None and own.random_init is None and role.model_from:
+    model_args = source = role_config(config, role.name).model_args
+    if model_args.model_name_or_path is None and model_args.random_init is None and role.model_from:
         source = role_config(config, role.model_from).model_args
     path = source.path(config.pretrain)
     if not path and source.random_init is None:
@@ -79,14 +79,14 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         path=path,
         random_init=source.random_init,
         config_overrides=source.model_config_kwargs,
-        dtype=own.dtype,
-        attn_implementation=own.attn_implementation,
-        gradient_checkpointing=role.kind == "train" and not own.disable_gradient_checkpointing,
+        dtype=model_args.dtype,
+        attn_implementation=model_args.attn_implementation,
+        gradient_checkpointing=role.kind == "train" and not model_args.disable_gradient_checkpointing,
         seed=config.seed,
         new_head=role.kind == "train",
         tokenizer="" if own_tokenizer or role.library else str(tokenizer),
-        trust_remote_code=own.trust_remote_code,
-        lora=lora_spec(own),
+        trust_remote_code=model_args.trust_remote_code,
+        lora=lora_spec(model_args),
         router_replay=config.replays_experts and (generates_policy or role.name == config.policy_role),
     )
 
@@ -103,8 +103,8 @@ def separate_processes_reason(roles: Sequence[RoleSpec], config: RunConfig, regi
             continue
         trainer, engine = (provider_of(name, config, registry) for name in (role.model_from, role.name))
         if isinstance(trainer, TrainProvider) and isinstance(engine, InferProvider):
-            directory, wanted = config.model_update_dir, config.weight_transport
-            if why := within_one_process(registry, trainer, engine, directory=directory, wanted=wanted):
+            directory, transport = config.model_update_dir, config.weight_transport
+            if why := within_one_process(registry, trainer, engine, directory=directory, transport=transport):
                 return f"{role.name}: {why}"
     return ""
 
@@ -132,8 +132,8 @@ def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> Lo
 
 def _settings(name: str, config: RunConfig, provider: TrainProvider | InferProvider) -> StrategyConfig:
     worker = role_config(config, name)
-    given = worker.strategy_args.strategy_config if worker.strategy_args else {}
-    return strategy_config(provider, given, owner=provider.name)
+    options = worker.strategy_args.strategy_config if worker.strategy_args else {}
+    return strategy_config(provider, options, owner=provider.name)
 
 
 def lora_spec(args: ModelArguments) -> LoraSpec | None:
@@ -229,20 +229,20 @@ def group_specs(
 
 def role_environments(config: RunConfig, registry: Registry) -> dict[str, RoleEnvironment]:
     """Python environments of the roles that have one of their own. Raises `UnknownProviderError`."""
-    found = {}
+    environments = {}
     for name, role in config.roles().items():
         if role.environment is not None:
             provider = provider_of(name, config, registry)
             package = registry.package(provider)
-            found[name] = RoleEnvironment(config=role.environment, package=package, needs=provider.needs)
-    return found
+            environments[name] = RoleEnvironment(config=role.environment, package=package, needs=provider.needs)
+    return environments
 
 
 def _with_wanted_threads(places: Sequence[Place], env: Mapping[str, str]) -> tuple[Place, ...]:
     """Copies of `places` that use `OMP_NUM_THREADS` as thread count, if the role or the user's environment sets it."""
-    if not (wanted := wanted_threads(os.environ | env)):
+    if not (num_threads := wanted_threads(os.environ | env)):
         return tuple(places)
-    changed = [replace(place, wanted_threads=wanted) for place in places]
+    changed = [replace(place, wanted_threads=num_threads) for place in places]
     return tuple(replace(place, num_threads=place.threads_of(place.num_threads)) for place in changed)
 
 
@@ -255,15 +255,15 @@ def _survives(role: RoleSpec) -> Survival:
 
 def slots_per_worker(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> dict[str, int]:
     """Slots per worker (tensor × pipeline parallel), for strategies that compute them from their configuration."""
-    found: dict[str, int] = {}
+    by_role: dict[str, int] = {}
     for role in roles:
         provider = provider_of(role.name, config, registry)
         if isinstance(provider, RewardProvider):
             continue
         slots = _settings(role.name, config, provider).slots_per_worker()
         if slots is not None:
-            found[role.name] = slots
-    return found
+            by_role[role.name] = slots
+    return by_role
 
 
 def offloads(role: RoleSpec, config: RunConfig, registry: Registry, platform: Platform) -> bool:
@@ -272,11 +272,11 @@ def offloads(role: RoleSpec, config: RunConfig, registry: Registry, platform: Pl
     If slots have no memory of their own, engines still sleep, which frees memory. Offloading there would only copy.
     """
     worker, provider = role_config(config, role.name), provider_of(role.name, config, registry)
-    wanted = config.is_offload_states if worker.is_offload_states is None else worker.is_offload_states
+    is_configured = config.is_offload_states if worker.is_offload_states is None else worker.is_offload_states
     if isinstance(provider, InferProvider):
-        return wanted and provider.capabilities.sleeps
+        return is_configured and provider.capabilities.sleeps
     offload = isinstance(provider, TrainProvider) and provider.capabilities.offload
-    return wanted and offload and not platform.slots_share_cores
+    return is_configured and offload and not platform.slots_share_cores
 
 
 def provider_of(name: str, config: RunConfig, registry: Registry) -> TrainProvider | InferProvider | RewardProvider:

@@ -42,14 +42,14 @@ class EngineReading:
 
 def join_readings(readings: Sequence[EngineReading]) -> dict[str, float]:
     """Aggregate the metrics of a role's replicas. A mean is over the replicas that report it."""
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     kinds: dict[str, MetricKind] = {}
     for reading in readings:
         kinds.update(reading.kinds)
         for name, value in reading.values.items():
-            found.setdefault(name, []).append(float(value))
+            values_by_name.setdefault(name, []).append(float(value))
     join: dict[MetricKind, Callable[[list[float]], float]] = {"sum": sum, "mean": fmean, "max": max}
-    return {name: join[kinds.get(name, "sum")](values) for name, values in found.items()}
+    return {name: join[kinds.get(name, "sum")](values) for name, values in values_by_name.items()}
 
 
 @dataclass(eq=False, slots=True)
@@ -153,12 +153,20 @@ class InferWorker(ReceivingWorker):
 
     async def progress(self) -> list[Completion] | None:
         """Partial completions of running requests; None if the engine does not report them."""
-        found = await self.strategy.progress()
-        if found is None:
+        completions = await self.strategy.progress()
+        if completions is None:
             return None
-        if not isinstance(found, list) or not all(isinstance(each, Completion) for each in found):
-            raise InvalidCompletionError(f"{self.owner}: progress() returned {_shown(found)}, expected Completions")
-        return [self._checked(each, self.running[each.id].request) for each in found if each.id in self.running]
+        if not isinstance(completions, list) or not all(
+            isinstance(completion, Completion) for completion in completions
+        ):
+            raise InvalidCompletionError(
+                f"{self.owner}: progress() returned {_shown(completions)}, expected Completions"
+            )
+        return [
+            self._checked(completion, self.running[completion.id].request)
+            for completion in completions
+            if completion.id in self.running
+        ]
 
     async def forget(self, ids: Sequence[str]) -> None:
         """Cancel requests whose `result` will not be awaited."""
@@ -186,7 +194,7 @@ class InferWorker(ReceivingWorker):
         """
         async with self.sleep_lock:
             await self._abort(list(self.running))
-            await asyncio.gather(*(each.task for each in self.running.values()), return_exceptions=True)
+            await asyncio.gather(*(running.task for running in self.running.values()), return_exceptions=True)
             self.running.clear()
             await self.strategy.sleep()
 
@@ -213,7 +221,7 @@ class InferWorker(ReceivingWorker):
 
     async def close(self) -> None:
         """Stop the engine and cancel its running requests."""
-        await cancel_all(each.task for each in self.running.values())
+        await cancel_all(running.task for running in self.running.values())
         self.receiver.close()
         await self.strategy.stop()
 
@@ -228,7 +236,7 @@ def completion_problem(completion: object, request: GenerateRequest, *, vocab_si
     if completion.id != request.id:
         return f"its id is {completion.id!r}"
     outputs: object = completion.outputs
-    if not isinstance(outputs, tuple) or not all(isinstance(each, CompletionOutput) for each in outputs):
+    if not isinstance(outputs, tuple) or not all(isinstance(output, CompletionOutput) for output in outputs):
         return f"outputs is {_shown(outputs)}, expected a tuple of CompletionOutput"
     if len(completion.outputs) != request.n:
         return f"{len(completion.outputs)} outputs, expected n = {request.n}"
@@ -237,8 +245,8 @@ def completion_problem(completion: object, request: GenerateRequest, *, vocab_si
         if problem:
             return f"prompt_logprobs {problem}"
     if request.prompt_topk and completion.prompt_topk is not None:
-        shape, found = (len(request.prompt_ids), request.prompt_topk), completion.prompt_topk
-        for name, array in (("ids", found.ids), ("logprobs", found.logprobs)):
+        shape, topk = (len(request.prompt_ids), request.prompt_topk), completion.prompt_topk
+        for name, array in (("ids", topk.ids), ("logprobs", topk.logprobs)):
             if not isinstance(array, np.ndarray) or array.shape != shape or not np.isfinite(array).all():
                 return f"prompt_topk.{name} is {_shown(array)}, expected finite values of shape {shape}"
     for index, output in enumerate(completion.outputs):
@@ -272,14 +280,14 @@ def _output_problem(output: CompletionOutput, request: GenerateRequest, vocab_si
     return ""
 
 
-def _array_problem(found: object, dtype: type[np.generic], length: int | None = None, *, finite: bool = False) -> str:
-    if not isinstance(found, np.ndarray) or found.dtype != dtype or found.ndim != 1:
-        return f"is {_shown(found)}, expected a one-dimensional array of {np.dtype(dtype)}"
-    if length is not None and len(found) != length:
-        return f"has {len(found)} values for {length} tokens"
-    if finite and not np.isfinite(found).all():
-        at = int(np.flatnonzero(~np.isfinite(found))[0])
-        return f"is {found[at]} at token {at}, expected finite values"
+def _array_problem(array: object, dtype: type[np.generic], length: int | None = None, *, finite: bool = False) -> str:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        return f"is {_shown(array)}, expected a one-dimensional array of {np.dtype(dtype)}"
+    if length is not None and len(array) != length:
+        return f"has {len(array)} values for {length} tokens"
+    if finite and not np.isfinite(array).all():
+        position = int(np.flatnonzero(~np.isfinite(array))[0])
+        return f"is {array[position]} at token {position}, expected finite values"
     return ""
 
 

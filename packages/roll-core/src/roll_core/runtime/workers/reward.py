@@ -66,7 +66,7 @@ class RewardWorker:
         """Score samples. An exception becomes a failed reward with its cause, never a value."""
         loop = asyncio.get_running_loop()
         score = partial(scored, self.function, weight=self.config.weight, role=self.role, owner=self.owner)
-        return list(await asyncio.gather(*(loop.run_in_executor(self.threads, score, each) for each in requests)))
+        return list(await asyncio.gather(*(loop.run_in_executor(self.threads, score, request) for request in requests)))
 
     async def close(self) -> None:
         """Stop the threads and close the reward function."""
@@ -92,23 +92,26 @@ def scored(function: RewardFunction, request: RewardRequest, weight: float, *, r
         return Reward(value=None, failure=reward.failure, detail=reward.detail)
     if not math.isfinite(reward.value):
         return Reward(value=None, failure=f"the reward is {reward.value}, expected a finite number")
-    for name, each in reward.detail.items():
-        if isinstance(each, float) and not math.isfinite(each):
-            return Reward(value=None, failure=f"the component {name} is {each}, expected a finite number")
+    for name, component in reward.detail.items():
+        if isinstance(component, float) and not math.isfinite(component):
+            return Reward(value=None, failure=f"the component {name} is {component}, expected a finite number")
     return Reward(value=reward.value * weight, detail=reward.detail)
 
 
-def plain(found: object) -> Reward:
+def plain(reward: object) -> Reward:
     """The reward that `score` returned, with Python's own numbers: others cannot be saved.
 
     Raises `TypeError` or `ValueError` for anything else.
     """
-    if not isinstance(found, Reward):
-        raise TypeError(f"score returned {type(found).__name__}, expected roll_core.types.Reward")
+    if not isinstance(reward, Reward):
+        raise TypeError(f"score returned {type(reward).__name__}, expected roll_core.types.Reward")
     return Reward(
-        value=None if found.value is None else float(found.value),
-        failure=found.failure or ("" if found.value is not None else NO_REASON),
-        detail={name: each if isinstance(each, str) else float(each) for name, each in found.detail.items()},
+        value=None if reward.value is None else float(reward.value),
+        failure=reward.failure or ("" if reward.value is not None else NO_REASON),
+        detail={
+            name: component if isinstance(component, str) else float(component)
+            for name, component in reward.detail.items()
+        },
     )
 
 

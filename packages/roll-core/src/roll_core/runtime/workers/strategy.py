@@ -62,11 +62,11 @@ def model_vocab_size(model: ModelSpec) -> int | None:
         with contextlib.suppress(HFValidationError):
             cached = try_to_load_from_cache(path, "config.json")
             path = str(Path(cached).parent) if isinstance(cached, str) else ""
-    given = {
+    model_args = {
         "random_init": None if model.random_init is None else dict(model.random_init),
         "model_config_kwargs": dict(model.config_overrides),
     }
-    keys = model_keys(given, path)
+    keys = model_keys(model_args, path)
     text = keys.get("text_config")
-    found = keys.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    return found if isinstance(found, int) else None
+    vocab_size = keys.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    return vocab_size if isinstance(vocab_size, int) else None

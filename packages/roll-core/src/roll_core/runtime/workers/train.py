@@ -154,21 +154,23 @@ class TrainWorker(SendingWorker):
         import torch
 
         micros = self._micros(sequences, self.limits.infer_sequences, self.limits.infer_tokens)
-        wanted = {name: output for name, (selector, output) in OUTPUTS.items() if getattr(want, selector)}
+        selected = {name: output for name, (selector, output) in OUTPUTS.items() if getattr(want, selector)}
         copies: list[tuple[str, MicroBatch, Tensor]] = []
         with self._passes():
             for micro, outputs in zip(micros, self.strategy.forward_all(micros, want), strict=True):
-                for name, output in wanted.items():
+                for name, output in selected.items():
                     if (tensor_T := getattr(outputs, output)) is not None:
                         # One number per token is copied while the device computes the next microbatch.
                         copy = tensor_T.detach().to("cpu", non_blocking=tensor_T.ndim == 1)
                         copies.append((name, micro, copy))
         if torch.device(self.mesh.device).type != "cpu":
             torch.accelerator.synchronize(self.mesh.device)
-        rows: dict[str, dict[str, Any]] = {name: {} for name in wanted}
+        rows: dict[str, dict[str, Any]] = {name: {} for name in selected}
         for name, micro, copy in copies:
             rows[name].update(zip(micro.ids, np.split(copy.numpy(), np.cumsum(micro.lengths)[:-1]), strict=True))
-        return ScoredSequences(**{name: [found[sequence.id] for sequence in sequences] for name, found in rows.items()})
+        return ScoredSequences(
+            **{name: [rows_by_id[sequence.id] for sequence in sequences] for name, rows_by_id in rows.items()}
+        )
 
     def update(self, sequences: Sequence[TrainSequence], loss: LossFn, totals: Totals) -> tuple[LossMetrics, StepStats]:
         """Take one optimizer step. Collective over the role's ranks: a rank without sequences takes part too."""
@@ -180,12 +182,12 @@ class TrainWorker(SendingWorker):
     def run_program(self, rows: Sequence[ModuleRow], program: ModuleProgram) -> list[Mapping[str, NDArray[np.generic]]]:
         """Run a program over this rank's share; returns the outputs of each row."""
         batches = module_batches(rows, max_rows=self.limits.infer_sequences)
-        found: dict[int, Mapping[str, NDArray[np.generic]]] = {}
+        outputs_by_row: dict[int, Mapping[str, NDArray[np.generic]]] = {}
         with self._passes():
             outputs = self.strategy.run_module([batch for _, batch in batches], checked_program(program))
-            for (indices, _), each in zip(batches, outputs, strict=True):
-                found.update(zip(indices, output_rows(each, len(indices)), strict=True))
-        return [found[at] for at in range(len(rows))]
+            for (indices, _), batch_outputs in zip(batches, outputs, strict=True):
+                outputs_by_row.update(zip(indices, output_rows(batch_outputs, len(indices)), strict=True))
+        return [outputs_by_row[index] for index in range(len(rows))]
 
     def update_program(
         self, rows: Sequence[ModuleRow], loss: ModuleLoss, total_rows: int, epoch: int = 0

@@ -340,7 +340,7 @@ class Failure:
     summary: str
     """Type and message of the exception."""
     trace: str
-    at: float
+    failed_at: float
     """Time of the failure on the worker's clock, in seconds since the epoch."""
 
     @classmethod
@@ -355,7 +355,7 @@ class Failure:
             error=error,
             summary=f"{name}: {message}" if message else name,
             trace="".join(traceback.format_exception(error)),
-            at=time.time(),
+            failed_at=time.time(),
         )
 
     @property
@@ -431,14 +431,14 @@ def raise_first_cause(role: str, method: str, futures: Mapping[Member, asyncio.F
         if not isinstance(error, CallFailed):
             raise error
         failures[member] = error.failure
-    first = min(failures.values(), key=lambda each: (each.is_echo, each.at))
+    first = min(failures.values(), key=lambda failure: (failure.is_echo, failure.failed_at))
 
     def is_cause(failure: Failure) -> bool:
         # Ranks with the same error fail at about the same time: report the lowest of them.
-        alike = failure.summary == first.summary and abs(failure.at - first.at) < SAME_MOMENT_S
+        alike = failure.summary == first.summary and abs(failure.failed_at - first.failed_at) < SAME_MOMENT_S
         return failure is first or (alike and failure.is_echo == first.is_echo)
 
-    member, failure = next(each for each in failures.items() if is_cause(each[1]))
+    member, failure = next(item for item in failures.items() if is_cause(item[1]))
     for other, secondary in failures.items():
         if other is not member:
             log.debug("%s %s: %s also failed: %s", role, other, method, secondary.summary)

@@ -112,7 +112,7 @@ class WorkerHost:
         for task in self._tasks:
             frames += [f"{task.get_name()}:\n{''.join(traceback.format_stack(frame))}" for frame in task.get_stack()]
         mine = {self._thread.thread.ident, threading.get_ident()}
-        return "\n".join(frames + [_stack_of(each) for each in threading.enumerate() if each.ident not in mine])
+        return "\n".join(frames + [_stack_of(thread) for thread in threading.enumerate() if thread.ident not in mine])
 
     async def close(self, timeout_s: float) -> None:
         """Close the worker and stop its thread. Errors are logged. Stops waiting after `timeout_s` seconds."""

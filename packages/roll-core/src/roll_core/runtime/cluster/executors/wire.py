@@ -102,7 +102,7 @@ def _extension(value: Any) -> Any:
                     return plain(value)
             raise UnsupportedError(f"{value} is too large to be sent to another Python environment")
         case _ if dataclasses.is_dataclass(value):
-            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
             code, content = RECORD, [name_of(kind), fields]
         case _:
             raise UnsupportedError(f"{kind.__module__}.{kind.__qualname__} cannot be sent to another environment")
@@ -162,11 +162,11 @@ def _found(name: str, base: type | None = None) -> Any:
     """Import what `name_of` named; with `base`, only a subclass of it."""
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        imported: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            imported = getattr(imported, part)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(f"{name} cannot be imported in this Python environment: {error}") from error
-    if base is not None and not (isinstance(found, type) and issubclass(found, base)):
+    if base is not None and not (isinstance(imported, type) and issubclass(imported, base)):
         raise UnsupportedError(f"{name} is not a {base.__name__} in this Python environment")
-    return found
+    return imported

@@ -112,7 +112,7 @@ def encode_failure(codec: Codec, failure: Failure) -> bytes:
         codec.loads(error)
     except Exception:  # any exception of a third-party pickling
         error = b""
-    return codec.dumps((False, (error, failure.summary, failure.trace, failure.at)))
+    return codec.dumps((False, (error, failure.summary, failure.trace, failure.failed_at)))
 
 
 def decode(codec: Codec, outcome: bytes) -> Any:
@@ -120,9 +120,9 @@ def decode(codec: Codec, outcome: bytes) -> Any:
     succeeded, value = codec.loads(outcome)
     if succeeded:
         return value
-    encoded, summary, trace, at = value
+    encoded, summary, trace, failed_at = value
     try:
         error = codec.loads(encoded) if encoded else None
     except Exception:  # its class exists only in the worker's environment
         error = None
-    raise CallFailed(Failure(error=error, summary=summary, trace=trace, at=at))
+    raise CallFailed(Failure(error=error, summary=summary, trace=trace, failed_at=failed_at))
