@@ -288,7 +288,9 @@ def _best_of_k(rewards_n: Tensor, options: PassAtKOptions, epsilon: float) -> Te
     ranked = rewards_n[order] - rewards_n.max()
 
     def share(subsets: list[int], total: int) -> Tensor:
-        return torch.tensor([each / total for each in subsets], dtype=rewards_n.dtype, device=rewards_n.device)
+        return torch.tensor(
+            [num_subsets / total for num_subsets in subsets], dtype=rewards_n.dtype, device=rewards_n.device
+        )
 
     with_i, ranks = comb(n - 1, k - 1), range(n)
     is_best = share([comb(rank, k - 1) for rank in ranks], with_i)

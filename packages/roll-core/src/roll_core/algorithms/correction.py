@@ -135,12 +135,12 @@ def _at_level(values_T: Tensor, mask_T: Tensor, segments_T: Tensor, level: Filte
     spans_N, num_spans = _spans(mask_T, segments_T, level)
     values_N = values_T[mask_T].double()
     if level == "max":
-        found = values_N.new_full((num_spans,), -torch.inf).scatter_reduce_(0, spans_N, values_N, "amax")
+        per_span = values_N.new_full((num_spans,), -torch.inf).scatter_reduce_(0, spans_N, values_N, "amax")
     else:
-        found = sums_by(values_N, spans_N, num_spans)
-        found = found if level == "sequence" else found / torch.bincount(spans_N, minlength=num_spans)
+        per_span = sums_by(values_N, spans_N, num_spans)
+        per_span = per_span if level == "sequence" else per_span / torch.bincount(spans_N, minlength=num_spans)
     spread_T = torch.zeros_like(values_T)
-    spread_T[mask_T] = found[spans_N].to(values_T.dtype)
+    spread_T[mask_T] = per_span[spans_N].to(values_T.dtype)
     return spread_T
 
 

@@ -105,4 +105,4 @@ class TrainInferCorrectionConfig(Config):
     def enabled(self) -> bool:
         """True if weights, the off-policy mask or a filter are enabled."""
         masks = self.off_policy_mask_threshold is not None
-        return masks or bool(self.is_weight.enabled) or any(each.enabled for each in self.filters)
+        return masks or bool(self.is_weight.enabled) or any(filter_options.enabled for filter_options in self.filters)

@@ -60,7 +60,7 @@ class Objective:
         wants = {name: term.want for name, term in self.terms.items()}
         compared = {name: want.comparison for name, want in wants.items() if want.comparison is not None}
         comparison = next(iter(compared.values()), None)
-        if others := [name for name, each in compared.items() if each != comparison]:
+        if others := [name for name, other in compared.items() if other != comparison]:
             raise UnsupportedError(
                 f"the terms {next(iter(compared))} and {others[0]} compare with other models in different ways, but"
                 " only one comparison is computed: train on them in runs of their own"
@@ -85,10 +85,10 @@ class Objective:
         shares: list[Tensor] = []
         metrics: dict[str, Tensor | float] = {}
         for name, term in self.terms.items():
-            found = term(outputs, micro)
-            metrics.update(found.metrics)
+            output = term(outputs, micro)
+            metrics.update(output.metrics)
             if coef := self.coefs.get(name, 1.0):
-                shares.append(found.loss if coef == 1.0 else coef * found.loss)
+                shares.append(output.loss if coef == 1.0 else coef * output.loss)
         loss = reduce(torch.add, shares)
         loss = _spoil(loss, micro, outputs.logprobs_T, outputs.entropy_T, outputs.values_T)
         return LossOutput(loss=loss, metrics=metrics | {"loss": loss.detach()})
@@ -117,13 +117,13 @@ def policy_objective(
     reference logprobs are not read. `entropy_metric` reports the entropy even if it is not part of the loss; it is then
     computed without gradients. `temperature` is that of the rollouts.
     """
-    found: dict[str, LossFn] = {
+    losses: dict[str, LossFn] = {
         "policy": PolicyTerm(policy_loss=policy_loss, params=params or PolicyLossParams(), aggregation=aggregation)
     }
     weights: dict[str, float] = {}
     if kl_coef:
         weights["kl"] = kl_coef
-        found["kl"] = KLTerm(
+        losses["kl"] = KLTerm(
             kind=kl_kind,
             unbiased=kl_unbiased,
             aggregation=aggregation,
@@ -132,8 +132,8 @@ def policy_objective(
         )
     if entropy_coef or entropy_metric:
         weights["entropy"] = -entropy_coef
-        found["entropy"] = EntropyTerm(aggregation=aggregation)
-    return Objective(terms={**found, **(terms or {})}, coefs={**weights, **(coefs or {})}, temperature=temperature)
+        losses["entropy"] = EntropyTerm(aggregation=aggregation)
+    return Objective(terms={**losses, **(terms or {})}, coefs={**weights, **(coefs or {})}, temperature=temperature)
 
 
 def sft_objective(*, aggregation: Aggregation = "token-mean", token_accuracy: bool = False) -> Objective:

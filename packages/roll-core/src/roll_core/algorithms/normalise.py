@@ -103,7 +103,7 @@ class RewardNormaliser:
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the value returned by `state`."""
-        self._running = {name: RunningMoments(**each) for name, each in state.items()}
+        self._running = {name: RunningMoments(**moments) for name, moments in state.items()}
 
     def _statistics(
         self, kind: NormType, rewards_S: Tensor, groups_S: Tensor, domain_S: Tensor, names: Sequence[str]

@@ -103,25 +103,25 @@ class PolicyLossOptions(Config):
 
         `run` is a valid config of a pipeline with the key `pg_variant`; `parts` as in `RunConfig.warnings`.
         """
-        found: dict[str, str] = {}
+        warnings: dict[str, str] = {}
         changed, unread = _changed(run), f"pg_variant {run.pg_variant} does not read it: "
         if not self.reads_pg_clip:
-            own = [each for each in type(self).model_fields if each != "log_ratio_clamp"]
-            reason = f"its constants are pg_options.{', pg_options.'.join(own)}" if own else "it has no clip"
-            found |= {key: unread + reason for key in PG_CLIP_KEYS if key in changed}
+            names = [name for name in type(self).model_fields if name != "log_ratio_clamp"]
+            reason = f"its constants are pg_options.{', pg_options.'.join(names)}" if names else "it has no clip"
+            warnings |= {key: unread + reason for key in PG_CLIP_KEYS if key in changed}
         if not self.reads_dual_clip and "dual_clip" in changed:
-            found["dual_clip"] = f"{unread}it has no dual clip"
+            warnings["dual_clip"] = f"{unread}it has no dual clip"
         if self.expects_agg_mode and run.loss_agg_mode != self.expects_agg_mode:
-            found["loss_agg_mode"] = (
+            warnings["loss_agg_mode"] = (
                 f"found {run.loss_agg_mode}, but {run.pg_variant} is defined with {self.expects_agg_mode}: with"
                 " another mode, sequences have other weights"
             )
-        return found
+        return warnings
 
 
 def _changed(run: Any) -> set[str]:
     """Keys whose values differ from their defaults. A saved config contains every default explicitly."""
-    return {name for name, each in type(run).model_fields.items() if getattr(run, name) != each.default}
+    return {name for name, field in type(run).model_fields.items() if getattr(run, name) != field.default}
 
 
 class PPOOptions(PolicyLossOptions):
@@ -165,13 +165,13 @@ class CISPOOptions(PolicyLossOptions):
 
     @override
     def warnings(self, run: Any, parts: Mapping[str, Provider]) -> Mapping[str, str]:
-        found = dict(super().warnings(run, parts))
+        warnings = dict(super().warnings(run, parts))
         if self.bounds == "absolute" and self.clip_high < 1:
-            found["pg_options.clip_high"] = (
+            warnings["pg_options.clip_high"] = (
                 f"found {self.clip_high:g}, which bounds the weight itself: even on-policy tokens have this weight"
                 " instead of 1. For a distance from 1, as in verl, set bounds: relative"
             )
-        return found
+        return warnings
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -216,18 +216,18 @@ class DPPOOptions(PolicyLossOptions):
 
     @override
     def warnings(self, run: Any, parts: Mapping[str, Provider]) -> Mapping[str, str]:
-        found = dict(super().warnings(run, parts))
+        warnings = dict(super().warnings(run, parts))
         if run.correction.enabled:
-            found["pg_variant"] = (
+            warnings["pg_variant"] = (
                 f"{run.pg_variant} weighs tokens by their ratio to the engine's probabilities itself:"
                 " train_infer_correction weighs them twice, set train_infer_correction.is_weight.enabled to false"
             )
         if not run.same_temperature:
-            found["logprob_temperature"] = (
+            warnings["logprob_temperature"] = (
                 f"found {run.logprob_temperature:g}, but {run.pg_variant} needs the engine's logprobs, which have its"
                 " temperature and are then left out: the first update fails. Remove logprob_temperature"
             )
-        return found
+        return warnings
 
 
 class TOPROptions(PolicyLossOptions):
@@ -252,18 +252,18 @@ class RAFTOptions(PolicyLossOptions):
 
     @override
     def warnings(self, run: Any, parts: Mapping[str, Provider]) -> Mapping[str, str]:
-        found = dict(super().warnings(run, parts))
+        warnings = dict(super().warnings(run, parts))
         estimator = parts["adv_estimator"]
         if not isinstance(estimator, AdvantageProvider):
-            return found
+            return warnings
         compares = estimator.needs_groups or estimator.needs_critic or estimator.normalise != "config"
         if compares or run.norm_mean_type is not None or run.whiten_advantages:
-            found["pg_variant"] = (
+            warnings["pg_variant"] = (
                 f"{run.pg_variant} trains on positive advantages only, weighted by them. With a baseline these are"
                 " responses above it, and groups of correct responses are lost: set adv_estimator: reinforce without"
                 " norm_mean_type and whiten_advantages, and rewards that are 0 for wrong responses"
             )
-        return found
+        return warnings
 
 
 class DROOptions(PolicyLossOptions):
@@ -315,10 +315,10 @@ class KLCovOptions(PolicyLossOptions):
 
     @override
     def warnings(self, run: Any, parts: Mapping[str, Provider]) -> Mapping[str, str]:
-        found = dict(super().warnings(run, parts))
+        warnings = dict(super().warnings(run, parts))
         if run.steps_per_batch(run.actor_train) == 1 and not run.ahead:
-            found["pg_variant"] = (
+            warnings["pg_variant"] = (
                 f"{run.pg_variant} penalizes the distance to the policy that sampled, which is 0 with one optimizer"
                 " step per batch: set ppo_epochs to 2 or more, or smaller steps"
             )
-        return found
+        return warnings

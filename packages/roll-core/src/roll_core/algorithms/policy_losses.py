@@ -77,8 +77,8 @@ def cispo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     `bounds: relative`: `low = 1 - clip_low`, `high = 1 + clip_high`, as in verl, NeMo-RL and SkyRL. TRL has only an
     absolute upper bound. ROLL's `cispo` is relative with 0.1 and 0.1, its `tis` absolute with 0 and 1.
     """
-    given, own_T, log_ratio_T, advantages_T = _inputs(options.CISPOOptions, logprobs_T, micro, params)
-    low, high = given.interval
+    opts, own_T, log_ratio_T, advantages_T = _inputs(options.CISPOOptions, logprobs_T, micro, params)
+    low, high = opts.interval
     ratio_T = log_ratio_T.detach().exp()
     metrics = _ratio_metrics(log_ratio_T) | {"clipfrac": ((ratio_T < low) | (ratio_T > high)).float()}
     return -ratio_T.clamp(low, high) * advantages_T * own_T, metrics
@@ -90,8 +90,8 @@ def sapo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     `L = -(4 / tau) sigmoid(tau (r - 1)) A` with `tau_pos` where `A > 0` and `tau_neg` elsewhere. At `r = 1` the
     gradient is the policy gradient. verl and TRL are equal; verl always aggregates by `seq-mean-token-mean`.
     """
-    given, _, log_ratio_T, advantages_T = _inputs(options.SAPOOptions, logprobs_T, micro, params)
-    tau_T = torch.where(advantages_T > 0, given.tau_pos, given.tau_neg)
+    opts, _, log_ratio_T, advantages_T = _inputs(options.SAPOOptions, logprobs_T, micro, params)
+    tau_T = torch.where(advantages_T > 0, opts.tau_pos, opts.tau_neg)
     gate_T = (4.0 / tau_T) * torch.sigmoid(tau_T * (log_ratio_T.exp() - 1.0))
     return -gate_T * advantages_T, _ratio_metrics(log_ratio_T)
 
@@ -108,24 +108,24 @@ def dppo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     engine's logprobs. Equal to verl's `dppo_tv` and `dppo_kl` with the engine's logprobs as old ones (`bypass_mode`).
     SkyRL's and prime-rl's surrogate is `keep (p / q) A`: the same gradient up to `ratio_high`.
     """
-    given = options.DPPOOptions(**params.options)
+    opts = options.DPPOOptions(**params.options)
     if micro.behaviour_logprobs_T is None:
         raise DataError("dppo needs the engine's logprobs of the sampled tokens, but the batch has none")
     logprobs_T, behaviour_T = _masked(logprobs_T, micro), _masked(micro.behaviour_logprobs_T, micro)
-    log_ratio_T = (logprobs_T - behaviour_T).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
+    log_ratio_T = (logprobs_T - behaviour_T).clamp(-opts.log_ratio_clamp, opts.log_ratio_clamp)
     advantages_T = _advantages(micro)
     with torch.no_grad():
         log_p_T = logprobs_T.clamp(max=0.0)
-        if given.divergence == "tv":
+        if opts.divergence == "tv":
             divergence_T = (log_p_T.exp() - behaviour_T.exp()).abs()
         else:
             rest_p_T, rest_q_T = -torch.expm1(log_p_T), -torch.expm1(behaviour_T)
-            rest_ratio_T = (rest_q_T + given.probability_epsilon) / (rest_p_T + given.probability_epsilon)
+            rest_ratio_T = (rest_q_T + opts.probability_epsilon) / (rest_p_T + opts.probability_epsilon)
             divergence_T = behaviour_T.exp() * (behaviour_T - log_p_T) + rest_q_T * rest_ratio_T.log()
         moved_T = torch.sign(advantages_T) == torch.sign(log_p_T - behaviour_T)
-        delta_T = torch.where(advantages_T > 0, given.delta_high, given.delta_low)
+        delta_T = torch.where(advantages_T > 0, opts.delta_high, opts.delta_low)
         dropped_T = moved_T & (divergence_T > delta_T)
-        weight_T = log_ratio_T.exp().clamp(max=given.ratio_high) * ~dropped_T
+        weight_T = log_ratio_T.exp().clamp(max=opts.ratio_high) * ~dropped_T
     return -weight_T * advantages_T * logprobs_T, _ratio_metrics(log_ratio_T) | {"clipfrac": dropped_T.float()}
 
 
@@ -135,9 +135,9 @@ def dro(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Foun
     `L = -A logprob + beta / 2 (logprob - old_logprob)²`, without a clamp. The papers' penalty is of a whole response;
     per token as in verl, Tinker, and ROLL's `kimi15`, whose tau is `beta`. prime-rl's coefficient is `2 beta`.
     """
-    given, own_T, log_ratio_T, advantages_T = _inputs(options.DROOptions, logprobs_T, micro, params)
+    opts, own_T, log_ratio_T, advantages_T = _inputs(options.DROOptions, logprobs_T, micro, params)
     distance_T = log_ratio(logprobs_T, micro, None)
-    return -advantages_T * own_T + 0.5 * given.beta * distance_T.square(), _ratio_metrics(log_ratio_T)
+    return -advantages_T * own_T + 0.5 * opts.beta * distance_T.square(), _ratio_metrics(log_ratio_T)
 
 
 def raft_plus_plus(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Found:
@@ -194,8 +194,8 @@ def gmpo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     tokens that have already moved in the direction of their advantage. verl's `geo_mean` is equal for rows of one
     advantage, as a mean over the rows of a microbatch.
     """
-    given, _, log_ratio_T, advantages_T = _inputs(options.GMPOOptions, logprobs_T, micro, params)
-    below_T, above_T = log_ratio_T.clamp(min=-given.clip_low), log_ratio_T.clamp(max=given.clip_high)
+    opts, _, log_ratio_T, advantages_T = _inputs(options.GMPOOptions, logprobs_T, micro, params)
+    below_T, above_T = log_ratio_T.clamp(min=-opts.clip_low), log_ratio_T.clamp(max=opts.clip_high)
     clipped_T = torch.where(advantages_T < 0, below_T, above_T)
     log_mean_T = _rollout_means(clipped_T, micro)
     metrics = _ratio_metrics(log_ratio_T) | _sequence_metrics(log_mean_T)
@@ -211,11 +211,11 @@ def vespo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fo
     elsewhere. `log w` is clamped, too; TRL's lower clamp is log 1e-8. TRL also multiplies `w` by the correction of the
     engine's logprobs; here `train_infer_correction` weighs advantages.
     """
-    given, own_T, log_ratio_T, advantages_T = _inputs(options.VESPOOptions, logprobs_T, micro, params)
+    opts, own_T, log_ratio_T, advantages_T = _inputs(options.VESPOOptions, logprobs_T, micro, params)
     with torch.no_grad():
-        log_w_T = _rollout_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
-        k_T = torch.where(advantages_T >= 0, given.k_pos, given.k_neg)
-        lambda_T = torch.where(advantages_T >= 0, given.lambda_pos, given.lambda_neg)
+        log_w_T = _rollout_sums(log_ratio_T, micro).clamp(-opts.log_ratio_clamp, opts.log_ratio_clamp)
+        k_T = torch.where(advantages_T >= 0, opts.k_pos, opts.k_neg)
+        lambda_T = torch.where(advantages_T >= 0, opts.lambda_pos, opts.lambda_neg)
         phi_T = (lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp()).exp()
     metrics = _ratio_metrics(log_ratio_T) | {"sequence_weight": phi_T}
     return -phi_T * advantages_T * own_T, metrics
@@ -228,13 +228,13 @@ def topr(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> Fou
     elsewhere. `w` is the product of `r` over the sequence (`level: sequence`, the paper) or `r` (`level: token`, ROLL).
     The paper's sign is that of the reward, here the advantage's.
     """
-    given, own_T, log_ratio_T, advantages_T = _inputs(options.TOPROptions, logprobs_T, micro, params)
+    opts, own_T, log_ratio_T, advantages_T = _inputs(options.TOPROptions, logprobs_T, micro, params)
     with torch.no_grad():
         log_w_T = log_ratio_T
-        if given.level == "sequence":
-            log_w_T = _rollout_sums(log_ratio_T, micro).clamp(-given.log_ratio_clamp, given.log_ratio_clamp)
-        truncated_T = given.negative_weight * log_w_T.exp().clamp(given.clip_low, given.clip_high)
-        weight_T = torch.where(advantages_T > 0, given.positive_weight, truncated_T)
+        if opts.level == "sequence":
+            log_w_T = _rollout_sums(log_ratio_T, micro).clamp(-opts.log_ratio_clamp, opts.log_ratio_clamp)
+        truncated_T = opts.negative_weight * log_w_T.exp().clamp(opts.clip_low, opts.clip_high)
+        weight_T = torch.where(advantages_T > 0, opts.positive_weight, truncated_T)
     return -weight_T * advantages_T * own_T, _ratio_metrics(log_ratio_T)
 
 
@@ -252,11 +252,11 @@ def clip_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) ->
     normalized advantages is. Logprobs are compared with those of the same sequence. A hash of the row's id and the
     position replaces the random choice; other rows of a rollout lead to another choice.
     """
-    given, own_T, log_ratio_T, advantages_T = _inputs(options.ClipCovOptions, logprobs_T, micro, params)
+    opts, own_T, log_ratio_T, advantages_T = _inputs(options.ClipCovOptions, logprobs_T, micro, params)
     loss_T, metrics = _clipped(log_ratio_T.exp(), advantages_T, params.pg_clip_low, params.pg_clip_high)
     covariance_T = _covariance(own_T, advantages_T, micro)
-    chosen_T = (covariance_T > given.cov_low) & (covariance_T < given.cov_high) & (metrics["clipfrac"] == 0)
-    chosen_T &= _uniform(micro) < given.probability
+    chosen_T = (covariance_T > opts.cov_low) & (covariance_T < opts.cov_high) & (metrics["clipfrac"] == 0)
+    chosen_T &= _uniform(micro) < opts.probability
     metrics["cov_clipfrac"] = chosen_T.float()
     return torch.where(chosen_T, 0.0, loss_T), _ratio_metrics(log_ratio_T) | metrics
 
@@ -268,9 +268,9 @@ def kl_cov(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams) -> F
     verl penalize a fixed share of the tokens with the highest covariance, verl per microbatch and rank. A threshold
     does not depend on the split. Without old logprobs the penalty and its gradient are 0.
     """
-    given, own_T, log_ratio_T, advantages_T = _inputs(options.KLCovOptions, logprobs_T, micro, params)
-    chosen_T = _covariance(own_T, advantages_T, micro) > given.cov_threshold
-    penalty_T = torch.where(chosen_T, given.kl_coef * log_ratio_T.abs(), 0.0)
+    opts, own_T, log_ratio_T, advantages_T = _inputs(options.KLCovOptions, logprobs_T, micro, params)
+    chosen_T = _covariance(own_T, advantages_T, micro) > opts.cov_threshold
+    penalty_T = torch.where(chosen_T, opts.kl_coef * log_ratio_T.abs(), 0.0)
     metrics = _ratio_metrics(log_ratio_T) | {"cov_klfrac": chosen_T.float()}
     return -log_ratio_T.exp() * advantages_T + penalty_T, metrics
 
@@ -289,8 +289,8 @@ def _inputs(
     schema: type[OptionsT], logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams
 ) -> tuple[OptionsT, Tensor, Tensor, Tensor]:
     """Options, and of each token: logprob, `log r` and advantage, 0 outside the mask."""
-    given = schema(**params.options)
-    return given, _masked(logprobs_T, micro), log_ratio(logprobs_T, micro, given.log_ratio_clamp), _advantages(micro)
+    opts = schema(**params.options)
+    return opts, _masked(logprobs_T, micro), log_ratio(logprobs_T, micro, opts.log_ratio_clamp), _advantages(micro)
 
 
 def _masked(values_T: Tensor, micro: MicroBatch) -> Tensor:
@@ -314,12 +314,12 @@ def _clipped(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: 
 
 
 def _gspo(logprobs_T: Tensor, micro: MicroBatch, params: PolicyLossParams, *, per_token: bool = False) -> Found:
-    given, own_T, log_ratio_T, advantages_T = _inputs(options.GSPOOptions, logprobs_T, micro, params)
+    opts, own_T, log_ratio_T, advantages_T = _inputs(options.GSPOOptions, logprobs_T, micro, params)
     log_mean_T = _rollout_means(log_ratio_T, micro)
     metrics = _ratio_metrics(log_ratio_T) | _sequence_metrics(log_mean_T)
     if per_token:
         log_mean_T = log_mean_T.detach() + own_T - own_T.detach()
-    loss_T, clips = _clipped(log_mean_T.exp(), advantages_T, given.clip_low, given.clip_high)
+    loss_T, clips = _clipped(log_mean_T.exp(), advantages_T, opts.clip_low, opts.clip_high)
     return loss_T, metrics | clips
 
 
@@ -366,7 +366,7 @@ def _covariance(own_T: Tensor, advantages_T: Tensor, micro: MicroBatch) -> Tenso
 
 def _uniform(micro: MicroBatch) -> Tensor:
     """Number in [0, 1) of each token: MurmurHash3's finalizer of its row's id and position."""
-    seeds = {"S": torch.tensor([zlib.crc32(each.encode()) for each in micro.ids])}
+    seeds = {"S": torch.tensor([zlib.crc32(id.encode()) for id in micro.ids])}
     seeds_S = move_tensors(seeds, micro.segments_T.device)["S"]
     hash_T = (seeds_S[micro.segments_T] + micro.positions_T * 0x9E3779B1) & 0xFFFFFFFF
     hash_T = ((hash_T ^ (hash_T >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF

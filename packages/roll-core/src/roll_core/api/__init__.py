@@ -111,8 +111,10 @@ def overrides_located() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        found = [replace(each, where=each.where.replace(COMMAND_LINE, "overrides")) for each in error.problems]
-        raise ConfigError(found) from error.__cause__
+        located = [
+            replace(problem, where=problem.where.replace(COMMAND_LINE, "overrides")) for problem in error.problems
+        ]
+        raise ConfigError(located) from error.__cause__
 
 
 @contextmanager
@@ -121,8 +123,8 @@ def override_of(config: ConfigSource, configs: Sequence[ConfigSource]) -> Iterat
     try:
         yield
     except ConfigError as error:
-        found = [replace(each, where=place_of(each.where, config, configs)) for each in error.problems]
-        raise ConfigError(found) from error.__cause__
+        located = [replace(problem, where=place_of(problem.where, config, configs)) for problem in error.problems]
+        raise ConfigError(located) from error.__cause__
 
 
 def place_of(where: str, config: ConfigSource, configs: Sequence[ConfigSource]) -> str:

@@ -53,22 +53,22 @@ class FileCheck:
         self, schema: type[RunConfig], data: Mapping[Any, Any], config: RunConfig | None = None
     ) -> list[Finding]:
         """Return the mistakes in the values given for `schema`; values that are invalid themselves are skipped."""
-        found = list(self._models(schema, data))
+        findings = list(self._models(schema, data))
         for key, message in config.file_problems().items() if config is not None else ():
-            found.append(Finding(tuple(key.split(".")), message, code="ROLL-C040"))
+            findings.append(Finding(tuple(key.split(".")), message, code="ROLL-C040"))
         made = data.get("tokenizer")
         template = made.get("chat_template") if isinstance(made, dict) else None
         if isinstance(template, str) and not os.path.isfile(os.path.expanduser(template)):
             message = f"there is no file {template}"
-            found.append(Finding(("tokenizer", "chat_template"), message, _run_from(template), code="ROLL-C040"))
+            findings.append(Finding(("tokenizer", "chat_template"), message, _run_from(template), code="ROLL-C040"))
         rows: dict[KeyPath, list[Rows]] = {}
         for path, arguments in _data_arguments(schema, data):
-            found += self._rows(path, arguments, schema, data, rows)
-        found += self._rewards(schema, data, rows)
+            findings += self._rows(path, arguments, schema, data, rows)
+        findings += self._rewards(schema, data, rows)
         output, name = (data.get(key, schema.model_fields[key].default) for key in ("output_dir", "exp_name"))
         if isinstance(output, str) and isinstance(name, str):
             self._written.append(_absolute(output) / name)
-        return found
+        return findings
 
     def take_unchecked(self) -> list[str]:
         """Return and clear the checks that timed out since the last call, each with its reason."""
@@ -79,39 +79,39 @@ class FileCheck:
         sources: dict[KeyPath, str] = {}
         chats: dict[KeyPath, KeyPath] = {}
         scores: dict[KeyPath, KeyPath] = {}
-        rewards = {path: each for path, each in _rewards(data).items() if each.kind != "reward"}
-        models: dict[KeyPath, Any] = {path: each.model_args.model_dump() for path, each in rewards.items()}
+        rewards = {path: reward for path, reward in _rewards(data).items() if reward.kind != "reward"}
+        models: dict[KeyPath, Any] = {path: reward.model_args.model_dump() for path, reward in rewards.items()}
         for path, worker, role in sections(schema, dict(data), WorkerConfig):
             if worker.kind != "reward":
                 models[path] = role.get("model_args")
         for path, raw in models.items():
-            given = raw if isinstance(raw, dict) else {}
-            if given.get("random_init") is not None:
+            model_args = raw if isinstance(raw, dict) else {}
+            if model_args.get("random_init") is not None:
                 continue
-            at: KeyPath = (*path, "model_args", "model_name_or_path")
-            source = given.get("model_name_or_path")
+            key_path: KeyPath = (*path, "model_args", "model_name_or_path")
+            source = model_args.get("model_name_or_path")
             if source is None:
-                at, source = ("pretrain",), data.get("pretrain")
+                key_path, source = ("pretrain",), data.get("pretrain")
             if isinstance(source, str):
-                sources[at] = source
+                sources[key_path] = source
                 if path in rewards:
-                    (chats if rewards[path].kind == "generate" else scores)[at] = path
-        for at, source in sources.items():
+                    (chats if rewards[path].kind == "generate" else scores)[key_path] = path
+        for key_path, source in sources.items():
             folder = os.path.expanduser(source)
             if self._is_written(source) or (is_hub_id(source) and not os.path.exists(folder)):
                 continue
             if not os.path.isdir(folder):
                 hint = "correct the path, or name the config of the run that writes it before this one"
                 hint = _run_from(folder) or hint
-                yield Finding(at, f"there is no directory {source}", hint, code="ROLL-C040")
+                yield Finding(key_path, f"there is no directory {source}", hint, code="ROLL-C040")
             elif not any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", "model_index.json")):
                 hint = "name a directory that save_pretrained or an export wrote"
-                yield Finding(at, f"{source} has no config.json", hint, code="ROLL-C040")
-            elif at in chats and (lacks := chat_problem(Path(folder))):
-                message = f"{source} has {lacks}, which the messages of {'.'.join(chats[at])} need"
-                yield Finding(at, message, CHAT_HINT, code="ROLL-C041")
-            elif at in scores and (why := reward_model_problem(model_keys({}, folder))):
-                yield Finding(at, f"{source} is not a reward model: {why}", REWARD_MODEL_HINT, code="ROLL-C041")
+                yield Finding(key_path, f"{source} has no config.json", hint, code="ROLL-C040")
+            elif key_path in chats and (lacks := chat_problem(Path(folder))):
+                message = f"{source} has {lacks}, which the messages of {'.'.join(chats[key_path])} need"
+                yield Finding(key_path, message, CHAT_HINT, code="ROLL-C041")
+            elif key_path in scores and (why := reward_model_problem(model_keys({}, folder))):
+                yield Finding(key_path, f"{source} is not a reward model: {why}", REWARD_MODEL_HINT, code="ROLL-C041")
 
     def _rows(
         self,
@@ -119,21 +119,21 @@ class FileCheck:
         data: DataArguments,
         schema: type[RunConfig],
         values: Mapping[Any, Any],
-        found: dict[KeyPath, list[Rows]],
+        rows_by_path: dict[KeyPath, list[Rows]],
     ) -> Iterator[Finding]:
         at_name = (*path, "file_name")
         for position, name in enumerate(file_names(data)):
-            at = (*at_name, str(position)) if isinstance(data.file_name, list) else at_name
+            key_path = (*at_name, str(position)) if isinstance(data.file_name, list) else at_name
             if self._is_written(name):
                 continue
             try:
                 rows = first_rows(name, data, FIRST_ROWS)
             except (DataError, OSError) as error:
-                yield Finding(at, str(error), _run_from(name), code=getattr(error, "code", "ROLL-C040"))
+                yield Finding(key_path, str(error), _run_from(name), code=getattr(error, "code", "ROLL-C040"))
                 continue
             if rows is None:
                 continue
-            found.setdefault(path, []).append(rows)
+            rows_by_path.setdefault(path, []).append(rows)
             needed = schema.row_keys.get(path[0], ()) if len(path) == 2 else ()
             missing = list(_missing_columns(path, data, rows, needed))
             yield from missing
@@ -147,7 +147,7 @@ class FileCheck:
                 if needed and not missing:
                     yield from self._too_long(name, data, schema, values, response="response" in needed)
             except DataError as error:
-                yield Finding(at, str(error), code=getattr(error, "code", "ROLL-C040"))
+                yield Finding(key_path, str(error), code=getattr(error, "code", "ROLL-C040"))
 
     def _without_template(
         self, path: KeyPath, schema: type[RunConfig], values: Mapping[Any, Any], rows: Rows
@@ -175,9 +175,9 @@ class FileCheck:
         source = values.get("pretrain")
         for _, worker, role in sections(schema, dict(values), WorkerConfig):
             model = role.get("model_args")
-            own = model.get("model_name_or_path") if isinstance(model, dict) else None
-            if worker.kind != "reward" and own is not None:
-                source = own
+            model_path = model.get("model_name_or_path") if isinstance(model, dict) else None
+            if worker.kind != "reward" and model_path is not None:
+                source = model_path
                 break
         return os.path.expanduser(source) if isinstance(source, str) and not self._is_written(source) else None
 
@@ -197,8 +197,8 @@ class FileCheck:
                 return
             if len(rows) < size:
                 break
-        if rows and (found := _overlong(rows[0], data, rows, limits, count, response=response)):
-            key, length = found
+        if rows and (overlong := _overlong(rows[0], data, rows, limits, count, response=response)):
+            key, length = overlong
             message = f"is {limits[key]}, but {rows[0].where} has at least {length} tokens, and no row of the file fits"
             yield Finding((key,), message, "increase it: longer rows are dropped", code="ROLL-C040")
 
@@ -232,26 +232,26 @@ class FileCheck:
         }
         scored: dict[KeyPath, list[Rows]] = {path: files for path, files in rows.items() if path in prompts}
         by_tag = len(rewards) > 1 and issubclass(schema, RewardKeys)
-        found = list(_unscored(rewards, scored)) if by_tag else []
+        findings = list(_unscored(rewards, scored)) if by_tag else []
         if data.get("replay_rollouts") is not None:
-            return found
+            return findings
         with ThreadPoolExecutor(max(len(rewards), 1)) as pool:
             checks = []
             for path, reward in rewards.items():
                 tags = {path[-1], *reward.tag_included}
                 by_file = [
-                    [row for row in each if len(rewards) == 1 or row.tag in tags]
+                    [row for row in file_rows if len(rewards) == 1 or row.tag in tags]
                     for files in scored.values()
-                    for each in files
+                    for file_rows in files
                 ]
                 by_file = [mine for mine in by_file if mine]
                 columns = [{column for row in mine for column in row.values} for mine in by_file]
-                found += _missing_of_reward(path, reward, by_file, columns)
-                found += _unusable(path, reward, [row for mine in by_file for row in mine])
+                findings += _missing_of_reward(path, reward, by_file, columns)
+                findings += _unusable(path, reward, [row for mine in by_file for row in mine])
                 if _runs_here(reward, data):
                     common = set.intersection(*columns) if columns else None
                     checks.append(pool.submit(self._code, path, reward, common))
-            return found + [each for check in checks for each in check.result()]
+            return findings + [finding for check in checks for finding in check.result()]
 
     def _code(self, path: KeyPath, reward: RewardConfig, columns: set[str] | None) -> list[Finding]:
         hint = f"code is imported with the working directory {Path.cwd()} first on the module path"
@@ -338,7 +338,7 @@ def _unscored(rewards: Mapping[KeyPath, RewardConfig], scored: Mapping[KeyPath, 
     """Yield the first row of each `data_args` whose tag no reward scores."""
     known = {tag for path, reward in rewards.items() for tag in (path[-1], *reward.tag_included)}
     for path, files in scored.items():
-        wrong = next((row for each in files for row in each if row.tag not in known), None)
+        wrong = next((row for file_rows in files for row in file_rows if row.tag not in known), None)
         if wrong is not None:
             message = f"{wrong.where} has tag {wrong.tag!r}, but rewards score {', '.join(sorted(known))}"
             yield Finding((*path, "tag"), message, "see rewards.<domain>.tag_included", code="ROLL-C041")
@@ -379,7 +379,7 @@ def _run_from(name: str) -> str:
     here = Path.cwd()
     if not name or os.path.isabs(name) or os.path.exists(name):
         return ""
-    parent = next((each for each in here.parents if os.path.exists(each / name)), None)
+    parent = next((folder for folder in here.parents if os.path.exists(folder / name)), None)
     return f"paths are relative to the working directory {here}; {name} is in {parent}: cd {parent}" if parent else ""
 
 

@@ -65,7 +65,7 @@ def roll_rewards() -> Iterator[RewardProvider]:
 @hookimpl
 def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
     """Advantage estimators of whole responses, see docs/algorithms.md."""
-    whole, options = "roll_core.algorithms.advantages", "roll_core.algorithms.options"
+    module, options = "roll_core.algorithms.advantages", "roll_core.algorithms.options"
     for name, function, schema, summary in (
         ("grpo", "grpo", "GRPOOptions", "Reward less the group's mean, over the group's deviation"),
         (
@@ -81,7 +81,7 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
     ):
         yield AdvantageProvider(
             name=name,
-            target=f"{whole}:{function}",
+            target=f"{module}:{function}",
             config=f"{options}:{schema}" if schema else "",
             summary=summary,
             needs_groups=True,
@@ -90,30 +90,30 @@ def roll_advantage_estimators() -> Iterator[AdvantageProvider]:
         )
     yield AdvantageProvider(
         name="reinforce",
-        target=f"{whole}:reinforce",
+        target=f"{module}:reinforce",
         summary="Discounted reward to go",
     )
     yield AdvantageProvider(
         name="reinforce++",
-        target=f"{whole}:reinforce_plus_plus",
+        target=f"{module}:reinforce_plus_plus",
         summary="Discounted reward to go, whitened over tokens",
     )
     yield AdvantageProvider(
         name="rloo",
-        target=f"{whole}:rloo",
+        target=f"{module}:rloo",
         summary="Reward less the mean of the group's other samples",
         needs_groups=True,
     )
     yield AdvantageProvider(
         name="remax",
-        target=f"{whole}:remax",
+        target=f"{module}:remax",
         summary="Reward less that of a greedy response to the same prompt",
         needs_baseline=True,
         normalise="none",
     )
     yield AdvantageProvider(
         name="gae",
-        target=f"{whole}:gae",
+        target=f"{module}:gae",
         summary="Generalised advantage estimation with a critic",
         needs_critic=True,
     )

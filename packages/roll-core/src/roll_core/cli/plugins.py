@@ -86,7 +86,7 @@ def _lines(plugin: Plugin, *, verbose: bool) -> list[str]:
         for record in offered if verbose else ():
             lines.append(f"    {kind.noun} {record.name}: {record.summary}")
             if record.needs:
-                lines.append(f"        needs {', '.join(' or '.join(alternatives(each)) for each in record.needs)}")
+                lines.append(f"        needs {', '.join(' or '.join(alternatives(need)) for need in record.needs)}")
     if verbose and plugin.target:
         slow = "  (slow: every command that reads a config waits for it)" if plugin.import_s > SLOW_IMPORT_S else ""
         lines.append(f"    {plugin.target}, hook API {plugin.hook_api}, imported in {plugin.import_s:.3f} s{slow}")

@@ -38,12 +38,12 @@ def run_configs(
     from roll_core.runtime.run.loop import execute
 
     before_s = process_age_s()
-    for each in loaded:
-        result = execute(each, registry, argv=sys.argv, before_s=before_s)
+    for config in loaded:
+        result = execute(config, registry, argv=sys.argv, before_s=before_s)
         before_s = 0.0
         if result.error is not None:
             if not result.advice and not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):
-                redactor = Redactor.of(os.environ, each.config.model_dump(mode="json"))
+                redactor = Redactor.of(os.environ, config.config.model_dump(mode="json"))
                 sys.stderr.write(redactor.text("".join(traceback.format_exception(result.error))))
             return result.exit_code
     return 0
@@ -71,7 +71,7 @@ def check_configs(
             mistakes += 1
             _write_mistakes(f"{config}: {error.described()}")
         else:
-            placed = [replace(each, where=place_of(each.where, config, configs)) for each in loaded.warnings]
+            placed = [replace(warning, where=place_of(warning.where, config, configs)) for warning in loaded.warnings]
             sys.stderr.writelines(f"{line}\n" for line in warnings_of(replace(loaded, warnings=tuple(placed))))
             sys.stdout.write(f"{config}: ok: {summary(loaded)}\n")
             sys.stdout.writelines(f"{config}: not checked: {reason}\n" for reason in loaded.unchecked)
@@ -91,7 +91,7 @@ def _write_mistakes(text: str) -> None:
 
 def warnings_of(loaded: LoadedConfig) -> list[str]:
     """Format each warning as one line."""
-    return [f"{each.where}: warning: {each.code} {each.key}: {each.message}" for each in loaded.warnings]
+    return [f"{warning.where}: warning: {warning.code} {warning.key}: {warning.message}" for warning in loaded.warnings]
 
 
 def summary(loaded: LoadedConfig) -> str:

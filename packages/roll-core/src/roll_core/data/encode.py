@@ -54,7 +54,7 @@ class Counts:
     """Replies, not rows: read, not trained, because the template removes their reasoning once messages follow."""
 
     def __str__(self) -> str:
-        named = [f"{getattr(self, each.name)} {each.name.replace('_', ' ')}" for each in fields(self)]
+        named = [f"{getattr(self, field.name)} {field.name.replace('_', ' ')}" for field in fields(self)]
         return ", ".join(text for text in named if not text.startswith("0 "))
 
 
@@ -105,7 +105,7 @@ class Encoder:
         with _located(where):
             self._check_rendered(messages, tools)
             segments = self.template.segments(messages, tools, context=context)
-        self.untrained_replies += len(trained_replies(messages, context)) - sum(each.written for each in segments)
+        self.untrained_replies += len(trained_replies(messages, context)) - sum(segment.written for segment in segments)
         if isinstance(self.template, JinjaTemplate):
             segments = list(self._with_trained_ends(segments))
         eos = str(self.tokenizer.eos_token)
@@ -163,9 +163,9 @@ class Encoder:
         the text after the cut is encoded apart.
         """
         text = "".join(texts)
-        whole, marks = self._with_marks(text, where)
+        ids_of_text, marks = self._with_marks(text, where)
         pieces: list[list[int]] = []
-        ids, done, cut = whole, 0, 0
+        ids, done, cut = ids_of_text, 0, 0
         for number, piece in enumerate(texts[:-1], start=1):
             cut += len(piece)
             # An added token splits the text before any other rule, so the ids after it depend on the text after it.
@@ -182,7 +182,7 @@ class Encoder:
                 start = self.encode(anchor, where)
                 text, ids, marks = anchor + rest, *self._with_marks(anchor + rest, where)
                 done, cut = len(start), len(anchor)
-                if ids[:done] == start and self.decode([*known, *ids[done:]]) == self.decode(whole):
+                if ids[:done] == start and self.decode([*known, *ids[done:]]) == self.decode(ids_of_text):
                     break
             else:
                 raise DataError(
@@ -202,16 +202,16 @@ class Encoder:
             return [], []
         offsets = bool(self.tokenizer.is_fast)
         try:
-            found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets)
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets)
         except Exception as error:  # the library raises plain `Exception`
             raise DataError(f"{where}: {self._uncovered(text)}") from error
-        ids: list[int] = found["input_ids"]
+        ids: list[int] = encoded["input_ids"]
         unknown = self.tokenizer.unk_token_id
         if unknown is not None and unknown in ids and str(self.tokenizer.unk_token) not in text:
             raise DataError(f"{where}: {self._uncovered(text)}")
         if not offsets:
             return ids, []
-        return ids, [(i, *found["offset_mapping"][i]) for i, id in enumerate(ids) if id in self._added]
+        return ids, [(i, *encoded["offset_mapping"][i]) for i, id in enumerate(ids) if id in self._added]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of tokens, with special tokens."""
@@ -233,8 +233,8 @@ class Encoder:
 
         for token in self.tokenizer.added_tokens_decoder.values():
             text = text.replace(str(token), "")
-        bad = sorted({each for each in text if not known(each)})
-        shown = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in bad[:5]) or "some of its text"
+        bad = sorted({char for char in text if not known(char)})
+        shown = ", ".join(f"{char!r} (U+{ord(char):04X})" for char in bad[:5]) or "some of its text"
         return f"the tokenizer does not cover {shown}; extend its alphabet, or use a byte or bpe tokenizer"
 
 

@@ -27,8 +27,8 @@ def check_rows(rows: Iterable[ModuleRow]) -> None:
         for name, array in row.arrays.items():
             is_array = isinstance(array, (np.ndarray, np.generic))
             if not is_array or array.dtype.kind not in "biuf":
-                found = f"dtype {array.dtype}" if is_array else type(array).__name__
-                raise DataError(f"row {row.id}: {name} has {found}; expected a numpy array of numbers")
+                kind = f"dtype {array.dtype}" if is_array else type(array).__name__
+                raise DataError(f"row {row.id}: {name} has {kind}; expected a numpy array of numbers")
 
 
 def balance_rows(rows: Sequence[ModuleRow], ranks: int) -> list[list[int]]:
@@ -46,17 +46,17 @@ def module_batches(
     for index, row in enumerate(rows):
         form = tuple((name, array.shape, array.dtype.str) for name, array in sorted(row.arrays.items()))
         alike.setdefault(form, []).append(index)
-    found = []
+    batches = []
     for indices in alike.values():
         for start in range(0, len(indices), max_rows):
             part = indices[start : start + max_rows]
             tensors = {
-                name: torch.from_numpy(np.stack([rows[at].arrays[name] for at in part]))
+                name: torch.from_numpy(np.stack([rows[index].arrays[name] for index in part]))
                 for name in rows[part[0]].arrays
             }
-            ids = tuple(rows[at].id for at in part)
-            found.append((part, ModuleBatch(ids=ids, tensors=tensors, total_rows=total_rows, epoch=epoch)))
-    return found
+            ids = tuple(rows[index].id for index in part)
+            batches.append((part, ModuleBatch(ids=ids, tensors=tensors, total_rows=total_rows, epoch=epoch)))
+    return batches
 
 
 def output_rows(outputs: Mapping[str, Tensor], num_rows: int) -> list[Mapping[str, NDArray[np.generic]]]:
@@ -67,7 +67,7 @@ def output_rows(outputs: Mapping[str, Tensor], num_rows: int) -> list[Mapping[st
     for name, tensor in outputs.items():
         here = tensor.detach().cpu()
         arrays[name] = (here.float() if here.dtype == torch.bfloat16 else here).numpy()
-    return [{name: array[at] for name, array in arrays.items()} for at in range(num_rows)]
+    return [{name: array[index] for name, array in arrays.items()} for index in range(num_rows)]
 
 
 def checked_program(program: ModuleProgram) -> ModuleProgram:
@@ -75,16 +75,16 @@ def checked_program(program: ModuleProgram) -> ModuleProgram:
     import torch
 
     def checked(module: ProgramModule, batch: ModuleBatch) -> Mapping[str, Tensor]:
-        found: Any = program(module, batch)
-        if not isinstance(found, Mapping):
-            raise ContractError(f"{program_name(program)} returned {type(found).__name__}, expected a mapping")
-        for name, tensor in found.items():
+        outputs: Any = program(module, batch)
+        if not isinstance(outputs, Mapping):
+            raise ContractError(f"{program_name(program)} returned {type(outputs).__name__}, expected a mapping")
+        for name, tensor in outputs.items():
             if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (len(batch.ids),):
                 raise ContractError(
                     f"{program_name(program)}: output {name!r} has {_described(tensor)}; expected a tensor"
                     f" [{len(batch.ids)}, ...] with a first dimension of the batch's rows"
                 )
-        return found
+        return outputs
 
     return checked
 
@@ -94,20 +94,20 @@ def checked_loss(loss: ModuleLoss) -> ModuleLoss:
     import torch
 
     def checked(module: ProgramModule, batch: ModuleBatch) -> LossOutput:
-        found: Any = loss(module, batch)
-        if not isinstance(found, LossOutput):
-            raise ContractError(f"{program_name(loss)} returned {type(found).__name__}, expected a LossOutput")
-        if not isinstance(found.loss, torch.Tensor) or found.loss.ndim:
+        output: Any = loss(module, batch)
+        if not isinstance(output, LossOutput):
+            raise ContractError(f"{program_name(loss)} returned {type(output).__name__}, expected a LossOutput")
+        if not isinstance(output.loss, torch.Tensor) or output.loss.ndim:
             raise ContractError(
-                f"{program_name(loss)}: the loss has {_described(found.loss)}; expected a scalar tensor"
+                f"{program_name(loss)}: the loss has {_described(output.loss)}; expected a scalar tensor"
             )
-        for name, value in found.metrics.items():
+        for name, value in output.metrics.items():
             if not isinstance(value, (int, float)) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
                 raise ContractError(
                     f"{program_name(loss)}: metric {name!r} has {_described(value)}; expected a number or a scalar"
                     " tensor"
                 )
-        return found
+        return output
 
     return checked
 
@@ -128,7 +128,7 @@ def program_name(program: object) -> str:
     # An editable installation lists no modules: a distribution then has the name of its module.
     for package in (*metadata.packages_distributions().get(top, ()), top):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found = metadata.distribution(package)
-            owner = f" of {found.name} {found.version}"
+            distribution = metadata.distribution(package)
+            owner = f" of {distribution.name} {distribution.version}"
             break
     return f"program {kind.__module__}.{kind.__qualname__}{owner}"

@@ -85,19 +85,19 @@ def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
 
 def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
     """Denominators of one optimizer step, from all of its `sequences` on all ranks."""
-    trained = [each for each in sequences if each.loss_mask.any()]
+    trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
     rollout_tokens: dict[int, int] = {}
     streams: dict[str, float] = {}
-    for each in sequences:
-        if each.rollout is not None:
-            rollout_tokens[each.rollout] = rollout_tokens.get(each.rollout, 0) + int(each.loss_mask.sum())
-        for name, weights in each.streams.items():
+    for sequence in sequences:
+        if sequence.rollout is not None:
+            rollout_tokens[sequence.rollout] = rollout_tokens.get(sequence.rollout, 0) + int(sequence.loss_mask.sum())
+        for name, weights in sequence.streams.items():
             streams[name] = streams.get(name, 0.0) + float(weights.sum(dtype=np.float64))
     return Totals(
-        tokens=sum(int(each.loss_mask.sum()) for each in trained),
+        tokens=sum(int(sequence.loss_mask.sum()) for sequence in trained),
         sequences=len(trained),
-        rollouts=len(set(_keys([each.rollout for each in trained]))),
-        groups=len({each.group for each in trained}),
+        rollouts=len(set(_keys([sequence.rollout for sequence in trained]))),
+        groups=len({sequence.group for sequence in trained}),
         max_length=max_length,
         rollout_tokens=rollout_tokens,
         streams=streams,
@@ -110,10 +110,10 @@ totals_of = totals
 
 def units(sequences: Sequence[TrainSequence]) -> list[list[int]]:
     """Indices of the sequences of each unit, in the order of the units' first sequences."""
-    found: dict[int, list[int]] = {}
-    for index, unit in enumerate(_keys([each.unit for each in sequences])):
-        found.setdefault(unit, []).append(index)
-    return list(found.values())
+    indices_of_units: dict[int, list[int]] = {}
+    for index, unit in enumerate(_keys([sequence.unit for sequence in sequences])):
+        indices_of_units.setdefault(unit, []).append(index)
+    return list(indices_of_units.values())
 
 
 def rollouts(sequences: Sequence[TrainSequence]) -> list[list[int]]:
@@ -122,19 +122,19 @@ def rollouts(sequences: Sequence[TrainSequence]) -> list[list[int]]:
     Raises `DataError` if a rollout has rows in several units, or only some of its rows have a unit.
     """
     unit_of: dict[int, int | None] = {}
-    found: dict[tuple[str, int], list[int]] = {}
-    for index, each in enumerate(sequences):
-        if each.rollout is not None and unit_of.setdefault(each.rollout, each.unit) != each.unit:
+    indices_of_rollouts: dict[tuple[str, int], list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        if sequence.rollout is not None and unit_of.setdefault(sequence.rollout, sequence.unit) != sequence.unit:
             raise DataError(
-                f"sequence {each.id} of rollout {each.rollout} has unit {each.unit}, another has unit"
-                f" {unit_of[each.rollout]}: give all rows of a rollout the same unit"
+                f"sequence {sequence.id} of rollout {sequence.rollout} has unit {sequence.unit}, another has unit"
+                f" {unit_of[sequence.rollout]}: give all rows of a rollout the same unit"
             )
-        if each.unit is not None:
-            key = ("unit", each.unit)
+        if sequence.unit is not None:
+            key = ("unit", sequence.unit)
         else:
-            key = ("row", index) if each.rollout is None else ("rollout", each.rollout)
-        found.setdefault(key, []).append(index)
-    return list(found.values())
+            key = ("row", index) if sequence.rollout is None else ("rollout", sequence.rollout)
+        indices_of_rollouts.setdefault(key, []).append(index)
+    return list(indices_of_rollouts.values())
 
 
 def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
@@ -146,9 +146,9 @@ def balance(sequences: Sequence[TrainSequence], ranks: int) -> list[list[int]]:
     """
     if ranks < 1:
         raise ValueError(f"sequences cannot be shared by {ranks} ranks")
-    whole = units(sequences)
-    shares = balance_sizes([sum(len(sequences[i]) for i in unit) for unit in whole], ranks)
-    return [sorted(i for unit in share for i in whole[unit]) for share in shares]
+    all_units = units(sequences)
+    shares = balance_sizes([sum(len(sequences[i]) for i in unit) for unit in all_units], ranks)
+    return [sorted(i for unit in share for i in all_units[unit]) for share in shares]
 
 
 def pack(
@@ -169,9 +169,9 @@ def pack(
     tokens = 0
     for indices in units(sequences):
         unit = [sequences[i] for i in indices]
-        for each in unit:
-            _check(each)
-        length = sum(len(each) for each in unit)
+        for sequence in unit:
+            _check(sequence)
+        length = sum(len(sequence) for sequence in unit)
         full = (
             not batches
             or (max_tokens is not None and tokens + length > max_tokens)
@@ -193,33 +193,35 @@ def pack_evenly(
     Returns as few microbatches as `max_tokens` permits, and a multiple of `multiple` if there are enough units.
     """
     denominators = totals_of(sequences) if totals is None else totals
-    for each in sequences:
-        _check(each)
-    whole = units(sequences)
-    lengths = [sum(len(sequences[i]) for i in unit) for unit in whole]
+    for sequence in sequences:
+        _check(sequence)
+    all_units = units(sequences)
+    lengths = [sum(len(sequences[i]) for i in unit) for unit in all_units]
     # No two units longer than half of the budget fit into one microbatch.
-    fewest = max(-(-sum(lengths) // max_tokens), sum(2 * each > max_tokens for each in lengths))
-    for number in range(min(fewest, len(whole)), len(whole) + 1) if whole else ():
-        shares = balance_sizes(lengths, min(number + -number % multiple, len(whole)))
+    fewest = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
+    for number in range(min(fewest, len(all_units)), len(all_units) + 1) if all_units else ():
+        shares = balance_sizes(lengths, min(number + -number % multiple, len(all_units)))
         if all(len(share) == 1 or sum(lengths[i] for i in share) <= max_tokens for share in shares):
-            return [_flatten([sequences[i] for unit in share for i in whole[unit]], denominators) for share in shares]
+            return [
+                _flatten([sequences[i] for unit in share for i in all_units[unit]], denominators) for share in shares
+            ]
     return []
 
 
 def balance_sizes(lengths: Sequence[int], shares: int) -> list[list[int]]:
     """Distribute units of these lengths by Graham's rule (see `balance`); returns each share's ascending units."""
-    found: list[list[int]] = [[] for _ in range(shares)]
+    units_of_shares: list[list[int]] = [[] for _ in range(shares)]
     load = [(0, 0, share) for share in range(shares)]
     for unit in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         tokens, count, share = heapq.heappop(load)
-        found[share].append(unit)
+        units_of_shares[share].append(unit)
         heapq.heappush(load, (tokens + lengths[unit], count + 1, share))
-    return [sorted(share) for share in found]
+    return [sorted(share) for share in units_of_shares]
 
 
 def _keys(indices: Sequence[int | None]) -> list[int]:
     """Replace each None by a distinct negative number."""
-    return [-1 - at if index is None else index for at, index in enumerate(indices)]
+    return [-1 - position if index is None else index for position, index in enumerate(indices)]
 
 
 def _check(sequence: TrainSequence) -> None:
@@ -254,18 +256,18 @@ def _check(sequence: TrainSequence) -> None:
 
 def _routed_experts(batch: Sequence[TrainSequence]) -> np.ndarray[Any, np.dtype[np.int16]] | None:
     """Routed experts of the batch, `[T, M, K]`, -1 for unknown tokens; None if no sequence has any."""
-    known = [each.routed_experts for each in batch if each.routed_experts is not None]
-    shapes = {each.shape[1:] for each in known}
+    known = [sequence.routed_experts for sequence in batch if sequence.routed_experts is not None]
+    shapes = {experts.shape[1:] for experts in known}
     if not known:
         return None
     if len(shapes) > 1:
         raise DataError(f"sequences of one batch have routed_experts of several shapes [layers, top-k]: {shapes}")
     flat = np.full((sum(map(len, batch)), *shapes.pop()), -1, dtype=np.int16)
     start = 0
-    for each in batch:
-        if each.routed_experts is not None:
-            flat[start : start + len(each.routed_experts)] = each.routed_experts
-        start += len(each)
+    for sequence in batch:
+        if sequence.routed_experts is not None:
+            flat[start : start + len(sequence.routed_experts)] = sequence.routed_experts
+        start += len(sequence)
     return flat
 
 
@@ -273,10 +275,10 @@ def _flat_rows(batch: Sequence[TrainSequence], name: str, dtype: type[np.generic
     """A field `[L, K]` of all sequences, `[T, K]`. Raises `DataError` if K differs."""
     import torch
 
-    shapes = {each.id: getattr(each, name).shape for each in batch}
+    shapes = {sequence.id: getattr(sequence, name).shape for sequence in batch}
     if len({num_ids for _, num_ids in shapes.values()}) > 1:
         raise DataError(f"sequences of one batch have {name} with different numbers of ids per token: {shapes}")
-    return torch.from_numpy(np.concatenate([np.asarray(getattr(each, name), dtype) for each in batch]))
+    return torch.from_numpy(np.concatenate([np.asarray(getattr(sequence, name), dtype) for sequence in batch]))
 
 
 def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
@@ -284,18 +286,18 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
 
     from roll_core.spec.train import MicroBatch
 
-    lengths = tuple(len(each) for each in batch)
+    lengths = tuple(len(sequence) for sequence in batch)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     starts = np.repeat(bounds[:-1], lengths)
 
     def flat(name: str, dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.asarray(getattr(each, name), dtype) for each in batch]))
+        return torch.from_numpy(np.concatenate([np.asarray(getattr(sequence, name), dtype) for sequence in batch]))
 
     optional: dict[str, Tensor] = {}
     for name in (*FLOATS, *GATHERED):
-        with_it = [each for each in batch if getattr(each, name) is not None]
+        with_it = [sequence for sequence in batch if getattr(sequence, name) is not None]
         if with_it and len(with_it) < len(batch):
-            lacking = next(each.id for each in batch if getattr(each, name) is None)
+            lacking = next(sequence.id for sequence in batch if getattr(sequence, name) is None)
             raise DataError(f"sequence {lacking} has no {name}, but sequence {with_it[0].id} of the same batch has")
         if with_it and name in FLOATS:
             optional[f"{name}_T"] = flat(name, np.float32)
@@ -305,22 +307,22 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
     if (routed_TMK := _routed_experts(batch)) is not None:
         optional["routed_experts_TMK"] = torch.from_numpy(routed_TMK)
     return MicroBatch(
-        ids=tuple(each.id for each in batch),
+        ids=tuple(sequence.id for sequence in batch),
         tokens_T=flat("tokens", np.int64),
         positions_T=torch.from_numpy(np.arange(bounds[-1], dtype=np.int64) - starts),
         segments_T=torch.from_numpy(np.repeat(np.arange(len(batch), dtype=np.int64), lengths)),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         lengths=lengths,
         loss_mask_T=flat("loss_mask", np.bool_),
-        rollouts_S=torch.tensor(_keys([each.rollout for each in batch]), dtype=torch.int64),
+        rollouts_S=torch.tensor(_keys([sequence.rollout for sequence in batch]), dtype=torch.int64),
         rollout_tokens_S=torch.tensor(
             [
-                int(each.loss_mask.sum()) if each.rollout is None else totals.rollout_tokens[each.rollout]
-                for each in batch
+                int(sequence.loss_mask.sum()) if sequence.rollout is None else totals.rollout_tokens[sequence.rollout]
+                for sequence in batch
             ],
             dtype=torch.int64,
         ),
-        units_S=torch.tensor(_keys([each.unit for each in batch]), dtype=torch.int64),
+        units_S=torch.tensor(_keys([sequence.unit for sequence in batch]), dtype=torch.int64),
         streams={name: torch.from_numpy(_stream(batch, name)) for name in totals.streams},
         totals=totals,
         **optional,
@@ -329,4 +331,4 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
 
 def _stream(batch: Sequence[TrainSequence], name: str) -> Floats:
     """Weights `[T]` of a stream, 0 in sequences without it."""
-    return np.concatenate([each.streams.get(name, np.zeros(len(each))) for each in batch], dtype=np.float32)
+    return np.concatenate([sequence.streams.get(name, np.zeros(len(sequence))) for sequence in batch], dtype=np.float32)

@@ -64,7 +64,7 @@ def _parent(rollout: Rollout, index: int) -> int | None:
 
 def tokens_of(rollout: Rollout, index: int) -> TokenIds:
     """Whole sequence that ends with turn `index`: the prompt of the next turn begins with it."""
-    turns = [rollout.turns[each] for each in path_to(rollout, index)]
+    turns = [rollout.turns[turn_index] for turn_index in path_to(rollout, index)]
     return np.concatenate([ids for turn in turns for ids in (turn.context_ids, turn.sampled_ids)])
 
 
@@ -75,14 +75,14 @@ def rows(rollout: Rollout) -> list[RolloutRow]:
     without a sampled token of its own is left out, unless it is the only one.
     """
     continued = {_parent(rollout, index) for index in range(len(rollout.turns))}
-    found: list[RolloutRow] = []
+    candidates: list[RolloutRow] = []
     assigned: set[int] = set()
     for leaf in range(len(rollout.turns)):
         if leaf not in continued:
             path = path_to(rollout, leaf)
-            found.append(_row(rollout, path, assigned))
+            candidates.append(_row(rollout, path, assigned))
             assigned.update(path)
-    return [row for row in found if row.sampled_mask.any()] or found[:1]
+    return [row for row in candidates if row.sampled_mask.any()] or candidates[:1]
 
 
 def _row(rollout: Rollout, path: list[int], assigned: set[int]) -> RolloutRow:
@@ -138,7 +138,7 @@ def sample_of_rollout(
     pairs = list(zip(read, rollout.turns, strict=True))
 
     def joined(name: str, fill: Any, dtype: Any) -> npt.NDArray[Any]:
-        arrays = [each for ids, turn in pairs for each in (np.full(len(ids), fill, dtype=dtype), getattr(turn, name))]
+        arrays = [array for ids, turn in pairs for array in (np.full(len(ids), fill, dtype=dtype), getattr(turn, name))]
         return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
 
     return Sample(
@@ -162,10 +162,10 @@ def sequences_of(sample: Sample, *, group: int, rollout: int) -> list[TrainSeque
     """Training sequences of a sample: one, or the rows of its rollout, which then name `rollout`."""
     if sample.rollout is None:
         return [sequence_of(sample, group=group)]
-    found = rows(sample.rollout)
+    training_rows = rows(sample.rollout)
     return [
         TrainSequence(
-            id=sample.id if len(found) == 1 else f"{sample.id}#{index}",
+            id=sample.id if len(training_rows) == 1 else f"{sample.id}#{index}",
             tokens=row.tokens,
             loss_mask=row.loss_mask,
             sampled_mask=None if np.array_equal(row.loss_mask, row.sampled_mask) else row.sampled_mask,
@@ -174,5 +174,5 @@ def sequences_of(sample: Sample, *, group: int, rollout: int) -> list[TrainSeque
             group=group,
             rollout=rollout,
         )
-        for index, row in enumerate(found)
+        for index, row in enumerate(training_rows)
     ]

@@ -121,10 +121,10 @@ def read_rows(data: DataArguments) -> Rows:
         raise DataError("data_args.file_name is missing: name the files with the rows")
     left, files = data.max_samples, []
     for path in map(Path, names):
-        found = list(islice(_rows_of(path, data), left))
-        columns = dict.fromkeys(column for values in found for column in values)
-        files.append((str(path), [{column: values.get(column) for column in columns} for values in found]))
-        left = None if left is None else left - len(found)
+        records = list(islice(_rows_of(path, data), left))
+        columns = dict.fromkeys(column for values in records for column in values)
+        files.append((str(path), [{column: values.get(column) for column in columns} for values in records]))
+        left = None if left is None else left - len(records)
     rows = Rows(files, data)
     if not len(rows):
         raise DataError(f"{', '.join(names)}: no rows")
@@ -135,12 +135,12 @@ def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
     """Read at most `count` rows of one file. None if that requires pyarrow, which is missing. Raises `DataError`."""
     path = Path(name)
     try:
-        found = list(islice(_rows_of(path, data), count))
+        records = list(islice(_rows_of(path, data), count))
     except ModuleNotFoundError:
         return None
-    if not found:
+    if not records:
         raise DataError(f"{path}: no rows")
-    return Rows([(str(path), found)], data)
+    return Rows([(str(path), records)], data)
 
 
 def text_of(row: Row, column: str, rows: Rows) -> str:
@@ -148,10 +148,10 @@ def text_of(row: Row, column: str, rows: Rows) -> str:
     need_column(column, rows)
     value = row.values.get(column)
     if not isinstance(value, str):
-        found = "nothing" if value is None else f"{type(value).__name__} {_short(value)}"
+        content = "nothing" if value is None else f"{type(value).__name__} {_short(value)}"
         is_chat = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
         chat = f"; it has chats: set messages: {column}" if is_chat else ""
-        raise DataError(f"{row.where}: column {column!r} must be text, but has {found}{chat}")
+        raise DataError(f"{row.where}: column {column!r} must be text, but has {content}{chat}")
     return value
 
 
@@ -176,7 +176,7 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
         raise DataError(f"{row.where}: column {data.messages!r} must end with a message of the assistant")
     while not response and messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if all(each["role"] == "system" for each in messages):
+    if all(message["role"] == "system" for message in messages):
         raise DataError(f"{row.where}: column {data.messages!r} has no message that a response could follow")
     return messages
 
@@ -222,9 +222,12 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
         value = _from_json(value, f"{row.where}: column {column!r}")
     if not isinstance(value, list) or not value:
         raise DataError(f"{row.where}: column {column!r} must be a list of messages, but has {_short(value)}")
-    if any(isinstance(each, dict) and None in {**each, "content": ""}.values() for each in value):
+    if any(isinstance(message, dict) and None in {**message, "content": ""}.values() for message in value):
         value = _without_nulls(value)
-    messages = [_message(each, f"{row.where}: message {at} of column {column!r}") for at, each in enumerate(value, 1)]
+    messages = [
+        _message(message, f"{row.where}: message {number} of column {column!r}")
+        for number, message in enumerate(value, 1)
+    ]
     return _text_alone(_with_system(messages, row, data, rows), row)
 
 
@@ -235,9 +238,9 @@ def _text_alone(messages: list[Message], row: Row) -> list[Message]:
         if row.values.get(column):
             raise DataError(f"{row.where}: column {column!r} has {_short(row.values[column])}, but {hint}")
     for number, message in enumerate(messages, 1):
-        found = None if message["role"] == "assistant" else _MEDIA.search(message["content"])
-        if found is not None:
-            raise DataError(f"{row.where}: message {number} ({message['role']}) has {found[0]!r}, but {hint}")
+        media = None if message["role"] == "assistant" else _MEDIA.search(message["content"])
+        if media is not None:
+            raise DataError(f"{row.where}: message {number} ({message['role']}) has {media[0]!r}, but {hint}")
     return messages
 
 
@@ -253,7 +256,7 @@ def tools_of(row: Row, data: DataArguments, rows: Rows) -> list[dict[str, Any]]:
     if isinstance(value, str):
         value = _from_json(value, f"{row.where}: column {data.tools!r}")
     tools = _without_nulls(value) if _has_nulls(value) else value or []
-    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{row.where}: column {data.tools!r} must be a list of tools' schemas, but has {_short(value)}")
     return tools
 
@@ -263,35 +266,35 @@ def _message(value: object, where: str) -> Message:
 
     Raises `DataError`, also for any other key that has a value: nothing would read it.
     """
-    found = value if isinstance(value, dict) else {}
-    for key, unread in found.items():
+    raw = value if isinstance(value, dict) else {}
+    for key, unread in raw.items():
         if key not in MESSAGE_KEYS and unread not in (None, "", [], {}):
             hint = "write it as tool_calls" if key == "function_call" else "remove it, or write it into the content"
             raise DataError(f"{where} has the key {key!r} with {_short(unread)}, which nothing reads: {hint}")
-    calls = found.get("tool_calls") or []
-    content = found.get("content")
-    if not isinstance(found.get("role"), str) or not (isinstance(content, str) or (calls and content is None)):
+    calls = raw.get("tool_calls") or []
+    content = raw.get("content")
+    if not isinstance(raw.get("role"), str) or not (isinstance(content, str) or (calls and content is None)):
         raise DataError(
             f"{where} must have a role and a content, both text, but is {_short(value)}{_parts_hint(content)}"
         )
-    message: Message = {"role": found["role"], "content": content or ""}
+    message: Message = {"role": raw["role"], "content": content or ""}
     if calls:
-        message["tool_calls"] = [_tool_call(each, where) for each in calls] if isinstance(calls, list) else None
-        if found["role"] != "assistant" or message["tool_calls"] is None:
+        message["tool_calls"] = [_tool_call(call, where) for call in calls] if isinstance(calls, list) else None
+        if raw["role"] != "assistant" or message["tool_calls"] is None:
             raise DataError(f"{where} has tool_calls, expected a list, in a message of the assistant: {_short(value)}")
     for key in ("tool_call_id", "name", *REASONING_KEYS):
-        if found.get(key) not in (None, ""):
-            if not isinstance(found[key], str):
-                raise DataError(f"{where}: {key} must be text, but is {_short(found[key])}")
+        if raw.get(key) not in (None, ""):
+            if not isinstance(raw[key], str):
+                raise DataError(f"{where}: {key} must be text, but is {_short(raw[key])}")
             name = "reasoning_content" if key in REASONING_KEYS else key
-            if message.setdefault(name, found[key]) != found[key]:
+            if message.setdefault(name, raw[key]) != raw[key]:
                 raise DataError(f"{where} has {name} twice, and {key} differs: keep one of them")
-    weights = {key: found[key] for key in WEIGHT_KEYS if found.get(key) is not None}
+    weights = {key: raw[key] for key in WEIGHT_KEYS if raw.get(key) is not None}
     for key, weight in weights.items():
-        if weight not in (0, 1) or (weight and found["role"] != "assistant"):
-            expected = "0 or 1" if found["role"] == "assistant" else "0, because only replies are trained"
+        if weight not in (0, 1) or (weight and raw["role"] != "assistant"):
+            expected = "0 or 1" if raw["role"] == "assistant" else "0, because only replies are trained"
             raise DataError(f"{where}: {key} is {_short(weight)}, expected {expected}")
-    if weights and not all(weights.values()) and found["role"] == "assistant":
+    if weights and not all(weights.values()) and raw["role"] == "assistant":
         message["weight"] = 0
     return message
 
@@ -414,38 +417,40 @@ def _json_rows(path: Path) -> Iterator[Values]:
 
 def _items(path: Path, text: str) -> Iterator[str]:
     """Text of each item of a JSON list."""
-    at = _after_space(text, text.index("[") + 1)
+    position = _after_space(text, text.index("[") + 1)
     number = 0
-    while text[at : at + 1] != "]":
+    while text[position : position + 1] != "]":
         number += 1
         try:
-            _, end = _DECODER.raw_decode(text, at)
+            _, end = _DECODER.raw_decode(text, position)
         except RecursionError as error:
             raise DataError(f"{path}: {_too_deep(number)}") from error
         except ValueError as error:  # as in `_json_rows`
             raise DataError(f"{path}: row {number} is not JSON: {error}") from error
-        yield text[at:end]
-        at = _after_space(text, end)
-        if text[at : at + 1] == ",":
-            at = _after_space(text, at + 1)
-        elif text[at : at + 1] != "]":
+        yield text[position:end]
+        position = _after_space(text, end)
+        if text[position : position + 1] == ",":
+            position = _after_space(text, position + 1)
+        elif text[position : position + 1] != "]":
             raise DataError(f"{path}: row {number} is followed by neither a comma nor the end of the list")
-    if text[at + 1 :].strip():
+    if text[position + 1 :].strip():
         raise DataError(f"{path}: there is text after the end of the list: write one object per line, or one list")
 
 
 def _nesting(text: str) -> int:
     """Maximum nesting of lists and objects in JSON text."""
-    return max(accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0) for found in _BRACKETS.finditer(text)))
+    return max(
+        accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(bracket[0], 0) for bracket in _BRACKETS.finditer(text))
+    )
 
 
 def _too_deep(number: int) -> str:
     return f"row {number} is nested deeper than {MAX_NESTING} levels of lists and objects"
 
 
-def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
+def _after_space(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    return position if space is None else space.end()
 
 
 def _csv_rows(path: Path) -> Iterator[Values]:
@@ -512,11 +517,11 @@ def _invalid_rows(batch: RecordBatch) -> Iterator[int]:
     """Rows of a batch that are invalid by themselves."""
     import pyarrow
 
-    for at in range(len(batch)):
+    for index in range(len(batch)):
         try:
-            batch.slice(at, 1).validate(full=True)
+            batch.slice(index, 1).validate(full=True)
         except pyarrow.ArrowInvalid:
-            yield at
+            yield index
 
 
 def _has_nulls(value: Any) -> bool:
@@ -531,8 +536,8 @@ def _without_nulls(value: Any) -> Any:
     """A value whose structs have no null fields. All structs of a column have the fields of all its rows, so that an
     argument of another row's tool would be a null argument of this row's. JSON lines of such a table have the nulls."""
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _check_text(path: Path, what: str, *texts: str) -> None:
@@ -561,5 +566,5 @@ def _where_else(path: Path) -> str:
     if matches:
         shown = ", ".join(matches[:3]) + (", …" if len(matches) > 3 else "")
         return f"no such file; names are not patterns, so list the files: file_name: [{shown}]"
-    close = closest(path.name, [each.name for each in folder.iterdir()])
+    close = closest(path.name, [file.name for file in folder.iterdir()])
     return f"no such file; did you mean {close!r}?" if close else f"no such file in {folder.resolve()}"

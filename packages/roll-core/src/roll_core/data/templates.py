@@ -100,7 +100,7 @@ class Turns:
         """All turns, followed by the opening of the assistant's turn."""
         empty: Message = {"role": "assistant", "content": ""}
         *read, _ = self.segments([*messages, empty], tools)
-        return "".join(each.text + (self.eos_token or "") if each.ends else each.text for each in read)
+        return "".join(segment.text + (self.eos_token or "") if segment.ends else segment.text for segment in read)
 
     def jinja(self) -> str:
         """Equivalent Jinja template for `tokenizer.chat_template`."""
@@ -133,20 +133,20 @@ class Turns:
         turns = list(enumerate(messages))
         if self.system and messages[0]["role"] != "system":
             turns.insert(0, (-1, {"role": "system", "content": self.system}))
-        found: list[Segment] = []
+        segments: list[Segment] = []
         pending = self.first
-        for index, each in turns:
-            pending += self.opening.format(role=each["role"])
-            text = each["content"] + self.closing
-            if each["role"] == "assistant":
-                found.append(Segment(pending, written=False))
-                found.append(Segment(text, written=index in written, ends=self.closing != self.eos_token))
+        for index, message in turns:
+            pending += self.opening.format(role=message["role"])
+            text = message["content"] + self.closing
+            if message["role"] == "assistant":
+                segments.append(Segment(pending, written=False))
+                segments.append(Segment(text, written=index in written, ends=self.closing != self.eos_token))
                 pending = self.between
             else:
                 pending += text + self.between
         if pending != self.between:
-            found.append(Segment(pending, written=False))
-        return found
+            segments.append(Segment(pending, written=False))
+        return segments
 
     def unrendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -180,7 +180,7 @@ def _refuse_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]
 def texts_of(messages: Sequence[Message], name: str) -> list[str]:
     """Texts that a tokenizer must cover to encode the messages with this template; `native` counts as plain text."""
     template = NAMED.get(name, Turns)(None)
-    texts = [segment.text for segment in template.segments([_plain(each) for each in messages])]
+    texts = [segment.text for segment in template.segments([_plain(message) for message in messages])]
     for token in control_tokens(name):
         texts = [text.replace(token, "") for text in texts]
     return texts
@@ -238,8 +238,8 @@ class JinjaTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        marks = [tokenizer.eos_token, *tokenizer.all_special_tokens, *(str(each) for each in added if each.special)]
-        self.marks = tuple(dict.fromkeys(str(each) for each in marks if each))
+        marks = [tokenizer.eos_token, *tokenizer.all_special_tokens, *(str(token) for token in added if token.special)]
+        self.marks = tuple(dict.fromkeys(str(token) for token in marks if token))
         """Special tokens, which mark turns; the end-of-sequence token is the first."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -258,36 +258,39 @@ class JinjaTemplate:
         A reply is read, too, if the template removes reasoning in it or before it once later messages follow. Raises
         `DataError` if the template rewrites earlier turns in other ways.
         """
-        whole = self.conversation(messages, tools)
+        rendering = self.conversation(messages, tools)
         replies = trained_replies(messages, context)
         prompts = {index: self.prompt(messages[:index], tools) for index in replies if index}
         if len(messages) - 1 in prompts:
-            whole = _with_thought(messages[-1], prompts[len(messages) - 1], whole)
+            rendering = _with_thought(messages[-1], prompts[len(messages) - 1], rendering)
         segments: list[Segment] = []
-        at = 0
+        written_to = 0
         for index in replies:
-            span = self._span(messages, index, tools, whole, prompts.get(index, ""))
+            span = self._span(messages, index, tools, rendering, prompts.get(index, ""))
             if span is None:
                 continue
             begin, end, said = span
-            if not at <= begin <= said <= end:
+            if not written_to <= begin <= said <= end:
                 raise DataError(
                     f"message {index + 1} begins at character {begin} of the chat template's rendering, and its content"
-                    f" ends at {said}, but the message before it ends at {at}: the tokenizer's chat template does not"
-                    " render messages in order; set data_args.template to a named template"
+                    f" ends at {said}, but the message before it ends at {written_to}: the tokenizer's chat template"
+                    " does not render messages in order; set data_args.template to a named template"
                 )
             # In the middle, the template's own token ends a turn: a prompt of the next turn has no other.
-            ends = not whole[said:end].endswith(self.marks if whole[end:].strip() else self.marks[:1])
-            segments += [Segment(whole[at:begin], written=False), Segment(whole[begin:end], written=True, ends=ends)]
-            at = end
-        if whole[at:].strip():
-            segments.append(Segment(whole[at:], written=False))
+            ends = not rendering[said:end].endswith(self.marks if rendering[end:].strip() else self.marks[:1])
+            segments += [
+                Segment(rendering[written_to:begin], written=False),
+                Segment(rendering[begin:end], written=True, ends=ends),
+            ]
+            written_to = end
+        if rendering[written_to:].strip():
+            segments.append(Segment(rendering[written_to:], written=False))
         return segments
 
     def _span(
-        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str, before: str
+        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], rendering: str, before: str
     ) -> tuple[int, int, int] | None:
-        """Where a reply begins and ends in the rendering `whole`, and where its content ends. `before` is its prompt.
+        """Where a reply begins and ends in `rendering`, and where its content ends. `before` is its prompt.
 
         None if the template removes reasoning in the reply or before it, because later messages follow.
         """
@@ -297,17 +300,17 @@ class JinjaTemplate:
                 "message 1 is of the assistant, but a prompt begins with a message of the system or the user: remove"
                 " it, or give it weight 0, so that the model only reads it"
             )
-        after = self.conversation(messages[: index + 1], tools) if index + 1 < len(messages) else whole
+        after = self.conversation(messages[: index + 1], tools) if index + 1 < len(messages) else rendering
         begin = len(before)
         end = said = None
-        if whole.startswith(before) and after.startswith(before) and whole.startswith(after):
+        if rendering.startswith(before) and after.startswith(before) and rendering.startswith(after):
             said = begin + _said(message, after[begin:])
-            end = begin + self._end(after[begin:], whole[len(after) :], said - begin)
-        elif whole.startswith(before) and index + 1 < len(messages):
-            said, end = self._end_in_history(messages, index, tools, whole)
+            end = begin + self._end(after[begin:], rendering[len(after) :], said - begin)
+        elif rendering.startswith(before) and index + 1 < len(messages):
+            said, end = self._end_in_history(messages, index, tools, rendering)
         if said is not None and end is not None:
             thought = _opened(before) or begin
-            missing = _missing_text(message, whole[thought:end])
+            missing = _missing_text(message, rendering[thought:end])
             if not missing:
                 return begin, end, said
             if index + 1 == len(messages) or _missing_text(message, after[thought:]):
@@ -316,12 +319,12 @@ class JinjaTemplate:
                     " what the template removes, or use another template"
                 )
             answer = _THOUGHT_END.split(message["content"])[-1]
-            if not _missing_text({"content": answer}, whole[begin:end]):
+            if not _missing_text({"content": answer}, rendering[begin:end]):
                 return None
         elif (
             index + 1 < len(messages)
             and _REASONING.search(before)
-            and _without_reasoning(whole).startswith(_without_reasoning(before))
+            and _without_reasoning(rendering).startswith(_without_reasoning(before))
         ):
             return None
         raise DataError(
@@ -380,9 +383,9 @@ class JinjaTemplate:
         return max(said, len(response.rstrip()))
 
     def _end_in_history(
-        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], whole: str
+        self, messages: Sequence[Message], index: int, tools: Sequence[Mapping[str, Any]], rendering: str
     ) -> tuple[int, int | None]:
-        """Where the last value of a reply ends in the rendering `whole`, and where the reply ends, for a template that
+        """Where the last value of a reply ends in `rendering`, and where the reply ends, for a template that
         renders a last reply in another way: it ends only a last reply by the end-of-sequence token, or gives it an
         empty block of reasoning.
 
@@ -393,14 +396,14 @@ class JinjaTemplate:
         # before this content. A sentinel that differs at its end keeps both exact.
         last = next(text for text in SENTINELS if not _last_value(reply).endswith(text[-1]))
         other = self.conversation([*messages[:index], with_last_value(reply, last), *messages[index + 1 :]], tools)
-        said = len(whole) - len(common_end([whole, other]))
+        said = len(rendering) - len(common_end([rendering, other]))
         if following["role"] == "assistant":
             other = self.prompt(messages[: index + 1], tools)
         else:
             first = next(text for text in SENTINELS if not following["content"].strip().startswith(text[0]))
             changed = {**following, "content": first}
             other = self.conversation([*messages[: index + 1], changed, *messages[index + 2 :]], tools)
-        closing = _common_begin([whole, other])[said:]
+        closing = _common_begin([rendering, other])[said:]
         eos = self.marks[0]
         if eos in closing:
             return said, said + closing.index(eos) + len(eos)
@@ -437,7 +440,10 @@ class JinjaTemplate:
             return {}
         template = self.tokenizer.get_chat_template(tools=tools)
         directives = [f"%-{letter}" for letter in "djmHIMS"] + [f"%{letter}" for letter in f"{ascii_letters}%"]
-        return {"chat_template": _STRFTIME + template, "roll_date": {each: date.strftime(each) for each in directives}}
+        return {
+            "chat_template": _STRFTIME + template,
+            "roll_date": {directive: date.strftime(directive) for directive in directives},
+        }
 
 
 _STRFTIME = (
@@ -465,22 +471,22 @@ def _without_reasoning(text: str) -> str:
 
 def _opened(prompt: str) -> int:
     """Where a prompt that ends inside of reasoning begins it; 0 for other prompts."""
-    found = _THOUGHT_OPEN.search(prompt)
-    return found.start() if found else 0
+    opening = _THOUGHT_OPEN.search(prompt)
+    return opening.start() if opening else 0
 
 
-def _with_thought(reply: Mapping[str, Any], before: str, whole: str) -> str:
-    """The rendering `whole`, with the reasoning of its last reply, whose prompt `before` may end inside of reasoning.
+def _with_thought(reply: Mapping[str, Any], before: str, rendering: str) -> str:
+    """`rendering` with the reasoning of its last reply, whose prompt `before` may end inside of reasoning.
 
     Some templates (DeepSeek R1) render no reply as the model writes it after such a prompt: they remove its reasoning.
     Others (Nemotron 3) do so for a reply without reasoning. The model ends an empty reasoning at once.
     """
     opened = _THOUGHT_OPEN.search(before)
-    if opened is None or whole.startswith(before) or not whole.startswith(before[: opened.start()]):
-        return whole
+    if opened is None or rendering.startswith(before) or not rendering.startswith(before[: opened.start()]):
+        return rendering
     end = MARKS[opened[1]]
     thought = reply.get("reasoning_content") or reply["content"].rpartition(end)[0].replace(opened[1], "", 1)
-    rendered = _REASONING.sub("", whole[opened.start() :], count=1).lstrip("\n")
+    rendered = _REASONING.sub("", rendering[opened.start() :], count=1).lstrip("\n")
     return f"{before}{thought.strip()}\n{end}\n\n{rendered}"
 
 
@@ -577,22 +583,22 @@ def _said(message: Mapping[str, Any], text: str) -> int:
     """Where the content of a message ends in a rendering that begins with it. Special tokens in the content, before
     this position, do not end the turn. 0 if the rendering does not contain it."""
     content = str(message.get("content") or "").strip()
-    at = text.find(content)
-    return at + len(content) if content and at >= 0 else 0
+    position = text.find(content)
+    return position + len(content) if content and position >= 0 else 0
 
 
 def _given(message: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:
     """A message for a chat template: most expect the arguments of tool calls as objects (`parsed`), a few as text, and
     reasoning under one of two keys."""
-    given = {**message, "content": message.get("content") or ""}
-    if "reasoning_content" in given:
-        given["thinking"] = given["reasoning_content"]
-    if calls := given.get("tool_calls"):
-        given["tool_calls"] = [
+    copied = {**message, "content": message.get("content") or ""}
+    if "reasoning_content" in copied:
+        copied["thinking"] = copied["reasoning_content"]
+    if calls := copied.get("tool_calls"):
+        copied["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"], parsed=parsed)}}
             for call in calls
         ]
-    return given
+    return copied
 
 
 def _arguments(function: Mapping[str, Any], *, parsed: bool) -> Any:

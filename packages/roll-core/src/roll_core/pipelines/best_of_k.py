@@ -36,8 +36,10 @@ def best_of_k_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for k in sorted({most, *(2**power for power in range(1, most.bit_length()))} - {0, 1}):
         rewards = [group for group in groups.values() if len(group) >= k]
         scores = [sorted(reward.value or 0.0 for reward in group) for group in rewards]
-        metrics[f"pass@{k}"] = statistics.fmean(best_of_k([float(score >= 1) for score in each], k) for each in scores)
-        metrics[f"best@{k}"] = statistics.fmean(best_of_k(each, k) for each in scores)
+        metrics[f"pass@{k}"] = statistics.fmean(
+            best_of_k([float(score >= 1) for score in group_scores], k) for group_scores in scores
+        )
+        metrics[f"best@{k}"] = statistics.fmean(best_of_k(group_scores, k) for group_scores in scores)
         answered = [[(_answer_of(reward), reward.value or 0.0) for reward in group] for group in rewards]
         if any(answer for group in answered for answer, _ in group):
             metrics[f"maj@{k}"] = statistics.fmean(majority_of_k(group, k) for group in answered)

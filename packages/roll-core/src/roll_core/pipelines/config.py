@@ -301,14 +301,14 @@ class PolicyConfig(
 
     @override
     def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
-        found: dict[str, str] = {}
+        warnings: dict[str, str] = {}
         if self.use_kl_loss and self.kl_loss_coef and self.kl_loss_penalty == "k1" and not self.kl_loss_unbiased:
-            found["kl_loss_penalty"] = (
+            warnings["kl_loss_penalty"] = (
                 "the expected gradient of k1 in the loss is zero, so it only adds noise: set k2 or k3, or"
                 " kl_loss_unbiased. k1 is for the KL in the reward (kl_penalty)"
             )
         if self.use_kl_loss and self.kl_loss_unbiased and self.kl_loss_penalty not in ("k1", "k3"):
-            found["kl_loss_unbiased"] = (
+            warnings["kl_loss_unbiased"] = (
                 f"found kl_loss_penalty {self.kl_loss_penalty}, whose expected value is not the KL, so that the ratio"
                 " does not make its gradient unbiased: set k3"
             )
@@ -319,84 +319,86 @@ class PolicyConfig(
 
         schema = schema_of(loss, Config, owner=loss.name)
         if issubclass(schema, PolicyLossOptions):
-            found |= schema(**self.pg_options).warnings(self, parts)
+            warnings |= schema(**self.pg_options).warnings(self, parts)
         if isinstance(loss, PolicyLossProvider) and not loss.off_policy and num_steps > 1:
-            found["pg_variant"] = (
+            warnings["pg_variant"] = (
                 f"{loss.name} has no importance ratio, but the policy takes {num_steps} optimizer steps on each batch"
                 f" (ppo_epochs {self.ppo_epochs}), all but the first off-policy: set ppo, or take one step per batch"
             )
         if isinstance(loss, PolicyLossProvider) and not loss.off_policy and self.ahead and not self.correction.enabled:
-            found["pg_variant"] = (
+            warnings["pg_variant"] = (
                 f"{loss.name} has no importance ratio, but older weights sample part of the tokens: enable"
                 " train_infer_correction.is_weight, or set ppo"
             )
-        return found | self._truncated() | self._without_effect() | self._without_signal(parts) | self._other_rewards()
+        return (
+            warnings | self._truncated() | self._without_effect() | self._without_signal(parts) | self._other_rewards()
+        )
 
     def _truncated(self) -> dict[str, str]:
         """Warnings about sampling parameters after which the sampled distribution is not the trained one."""
-        given = self.actor_infer.generating_args
+        sampling = self.actor_infer.generating_args
         neutral = {"top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
-        changed = [key for key, value in neutral.items() if getattr(given, key) != value]
+        changed = [key for key, value in neutral.items() if getattr(sampling, key) != value]
         return {
             f"actor_infer.generating_args.{key}": (
-                f"found {getattr(given, key):g}: logprobs of engine and trainer are those before it, so the policy"
+                f"found {getattr(sampling, key):g}: logprobs of engine and trainer are those before it, so the policy"
                 " samples from another distribution than it trains. Remove it, or keep it close to no effect"
             )
-            for key in (*changed, *(["top_k"] if given.top_k > 0 else []))
+            for key in (*changed, *(["top_k"] if sampling.top_k > 0 else []))
             if self.generates
         }
 
     def _other_rewards(self) -> dict[str, str]:
         """Warnings about thresholds for rewards of 0 and 1 that are not written, with other rewards."""
-        found: dict[str, str] = {}
+        warnings: dict[str, str] = {}
         others = [name for name, reward in self.rewards.items() if not (reward.zero_or_one and reward.weight == 1)]
         why = "keeps groups whose mean reward is between 0 and 1, which is meant for rewards of 0 and 1, but"
         written = self.model_fields_set & {"difficulty_low_threshold", "difficulty_high_threshold"}
         if self.difficulty_mask and others and not written:
-            found["difficulty_mask"] = (
+            warnings["difficulty_mask"] = (
                 f"{why} rewards.{others[0]} may have other values: set difficulty_low_threshold and"
                 " difficulty_high_threshold"
             )
         for name in others:
-            given = self.rewards[name].query_filter_config
-            if given.type == "mean_filter" and not given.filter_args.model_fields_set:
-                found[f"rewards.{name}.query_filter_config.type"] = (
+            query_filter = self.rewards[name].query_filter_config
+            if query_filter.type == "mean_filter" and not query_filter.filter_args.model_fields_set:
+                warnings[f"rewards.{name}.query_filter_config.type"] = (
                     f"{why} rewards.{name} may have other values: set filter_args.threshold_down and threshold_up"
                 )
-        return found
+        return warnings
 
     def _without_effect(self) -> dict[str, str]:
         """Warnings about keys whose value disables what another key enables."""
-        found: dict[str, str] = {}
+        warnings: dict[str, str] = {}
         if self.use_kl_loss and not self.kl_loss_coef:
-            found["kl_loss_coef"] = (
+            warnings["kl_loss_coef"] = (
                 "found 0: the KL in the loss has no effect. Set a coefficient, or remove use_kl_loss"
             )
         if self.add_token_level_kl and not self.init_kl_coef:
             adapts = ", and target_kl multiplies it" if self.target_kl is not None else ""
-            found["init_kl_coef"] = (
+            warnings["init_kl_coef"] = (
                 f"found 0: the KL in the reward has no effect{adapts}. Set a coefficient, or remove add_token_level_kl"
             )
-        return found
+        return warnings
 
     def _without_signal(self, parts: Mapping[str, Provider]) -> dict[str, str]:
         """Warnings about runs or steps that train nothing, or end at a reward."""
-        found: dict[str, str] = {}
+        warnings: dict[str, str] = {}
         if self.critic_warmup and self.critic is None:
-            found["critic_warmup"] = "no critic is configured, so the first steps train nothing: remove it"
+            warnings["critic_warmup"] = "no critic is configured, so the first steps train nothing: remove it"
         elif self.critic_warmup >= self.max_steps:
-            found["critic_warmup"] = f"the policy is never trained: max_steps is {self.max_steps}"
+            warnings["critic_warmup"] = f"the policy is never trained: max_steps is {self.max_steps}"
         if self.generates and self.actor_infer.generating_args.temperature == 0:
-            found["actor_infer.generating_args.temperature"] = (
+            warnings["actor_infer.generating_args.temperature"] = (
                 "found 0: all responses to a prompt are equal, so comparing them gives no signal"
             )
         if getattr(parts["adv_estimator"], "non_negative", False):
             scores = [name for name, reward in self.rewards.items() if reward.kind == "score"]
             if why := self.negative_rewards() or (f"rewards.{scores[0]}" if scores else ""):
-                found["adv_estimator"] = (
+                warnings["adv_estimator"] = (
                     f"{self.adv_estimator} ends the run at a negative reward, which {why} can give: set grpo"
                 )
-        return found
+        return warnings
 
     @property
     @override
@@ -413,12 +415,12 @@ class PolicyConfig(
     @property
     def correction(self) -> TrainInferCorrectionConfig:
         """`train_infer_correction` with `is_weight.enabled` resolved to True or False."""
-        given = self.train_infer_correction
-        if given.is_weight.enabled is not None:
-            return given
+        options = self.train_infer_correction
+        if options.is_weight.enabled is not None:
+            return options
         off_policy = self.ahead > 0 or self.actor_infer.weight_format != "dtype"
         weighs = off_policy and not self.force_disable_old_logprobs_recompute
-        return given.model_copy(update={"is_weight": given.is_weight.model_copy(update={"enabled": weighs})})
+        return options.model_copy(update={"is_weight": options.is_weight.model_copy(update={"enabled": weighs})})
 
     @property
     def generates(self) -> bool:
@@ -499,13 +501,13 @@ class PromptRunConfig(OverlongMaskKeys, OverlongPenaltyKeys, PromptKeys, PolicyC
 
     @model_validator(mode="after")
     def _the_penalty_applies(self) -> Self:
-        given = self.soft_overlong_penalty
-        if given is None:
+        penalty = self.soft_overlong_penalty
+        if penalty is None:
             return self
-        l_max, limit = given.l_max or self.max_new_tokens, self.max_new_tokens
-        if not 0 <= l_max - given.l_cache < limit:
+        l_max, limit = penalty.l_max or self.max_new_tokens, self.max_new_tokens
+        if not 0 <= l_max - penalty.l_cache < limit:
             raise ValueError(
-                f"soft_overlong_penalty begins at l_max {l_max} - l_cache {given.l_cache} = {l_max - given.l_cache}"
+                f"soft_overlong_penalty begins at l_max {l_max} - l_cache {penalty.l_cache} = {l_max - penalty.l_cache}"
                 f" tokens, expected at least 0 and less than the {limit} tokens of the longest response"
             )
         return self
@@ -534,15 +536,15 @@ class PromptRunConfig(OverlongMaskKeys, OverlongPenaltyKeys, PromptKeys, PolicyC
 
     @override
     def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
-        found = super().warnings(parts)
+        warnings = super().warnings(parts)
         bound = self.error_max_len_reward
         scaled = [name for name, reward in self.rewards.items() if reward.weight < bound]
         if self.error_max_len_clip and scaled:
-            found["error_max_len_clip"] = (
+            warnings["error_max_len_clip"] = (
                 f"takes responses with a reward below {bound:g} as wrong, which includes correct ones if"
                 f" rewards.{scaled[0]} has a lower weight: set error_max_len_reward"
             )
-        return found
+        return warnings
 
 
 class RLVRConfig(PromptRunConfig):

@@ -251,13 +251,15 @@ class Experience:
 
     def with_rows(self, **values: Sequence[npt.NDArray[Any]] | None) -> Experience:
         """Set per-token fields, one array of length L per row. Fields given as None are unchanged."""
-        given = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in values.items() if parts is not None}
-        return replace(self, fields={**self.fields, **given})
+        joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in values.items() if parts is not None}
+        return replace(self, fields={**self.fields, **joined})
 
     def with_flat(self, **values: Tensor | None) -> Experience:
         """Set per-token fields from tensors `[T]`. Fields given as None are unchanged."""
-        given = {name: value_T for name, value_T in values.items() if value_T is not None}
-        floats = {name: value_T.float() if value_T.is_floating_point() else value_T for name, value_T in given.items()}
+        present = {name: value_T for name, value_T in values.items() if value_T is not None}
+        floats = {
+            name: value_T.float() if value_T.is_floating_point() else value_T for name, value_T in present.items()
+        }
         return replace(self, fields={**self.fields, **floats})
 
     def with_stream(self, name: str, weights_T: Tensor) -> Experience:
@@ -332,22 +334,22 @@ def correct(experience: Experience, config: TrainInferCorrectionConfig) -> tuple
         advantages_T = torch.where(stale_T, 0.0, advantages_T)
         metrics["correction/off_policy_masked_share"] = float(stale_T[mask_T].float().mean())
     if config.is_weight.enabled:
-        given = config.is_weight
-        weights_T = importance_weights(given, *batch, log_ratio_clamp=clamp)
-        if given.outside == "mask":
+        weight_options = config.is_weight
+        weights_T = importance_weights(weight_options, *batch, log_ratio_clamp=clamp)
+        if weight_options.outside == "mask":
             metrics["correction/zero_share"] = float((weights_T[mask_T] == 0).float().mean())
         else:
-            metrics["correction/bounded_share"] = _share_on_bounds(weights_T[mask_T], given)
-        if given.batch_normalize:
-            weights_T = normalise_weights(weights_T, mask_T, segments_T, given.weight_type)
+            metrics["correction/bounded_share"] = _share_on_bounds(weights_T[mask_T], weight_options)
+        if weight_options.batch_normalize:
+            weights_T = normalise_weights(weights_T, mask_T, segments_T, weight_options.weight_type)
         metrics["correction/weight/mean"] = float(weights_T[mask_T].mean())
         advantages_T = advantages_T * weights_T
     kept_T = mask_T
-    for each in config.filters:
-        if each.enabled:
-            kept_T = kept_T & inside(each, *batch, log_ratio_clamp=clamp)
+    for filter_options in config.filters:
+        if filter_options.enabled:
+            kept_T = kept_T & inside(filter_options, *batch, log_ratio_clamp=clamp)
     corrected = experience.with_flat(advantages=advantages_T)
-    if any(each.enabled for each in config.filters):
+    if any(filter_options.enabled for filter_options in config.filters):
         metrics["correction/kept_share"] = float(kept_T[mask_T].float().mean())
         corrected = corrected.with_flat(loss_mask=kept_T).with_loss()
     return corrected, metrics
@@ -360,7 +362,10 @@ def _share_on_bounds(weights_N: Tensor, config: ImportanceWeightConfig) -> float
 
 def without_experts(sequences: Sequence[TrainSequence]) -> tuple[TrainSequence, ...]:
     """Sequences without `routed_experts`, for models that route by themselves."""
-    return tuple(each if each.routed_experts is None else replace(each, routed_experts=None) for each in sequences)
+    return tuple(
+        sequence if sequence.routed_experts is None else replace(sequence, routed_experts=None)
+        for sequence in sequences
+    )
 
 
 def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, float | None]:
@@ -385,10 +390,10 @@ def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, fl
 def _of_one_version(sample: Sample, version: int) -> list[npt.NDArray[np.bool_]]:
     """For each row of a sample, `[L]`: True up to the first token that weights of another version sampled."""
     if sample.rollout is not None:
-        found = [(row.versions == version) | (row.versions < 0) for row in rows(sample.rollout)]
+        masks = [(row.versions == version) | (row.versions < 0) for row in rows(sample.rollout)]
     else:
-        found = [np.concatenate([np.ones(len(sample.prompt_ids), dtype=np.bool_), sample.versions == version])]
-    return [np.logical_and.accumulate(each) for each in found]
+        masks = [np.concatenate([np.ones(len(sample.prompt_ids), dtype=np.bool_), sample.versions == version])]
+    return [np.logical_and.accumulate(mask) for mask in masks]
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -445,4 +450,4 @@ def component_metrics(samples: Sequence[Sample], domains: Mapping[str, str]) -> 
         domain = domains.get(sample.tag, sample.tag) or "untagged"
         for name, value in components_of(sample).items():
             values[f"reward/{domain}/{name}/mean"].append(value)
-    return {name: statistics.fmean(each) for name, each in values.items()}
+    return {name: statistics.fmean(components) for name, components in values.items()}

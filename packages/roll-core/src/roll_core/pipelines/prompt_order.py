@@ -52,8 +52,8 @@ class RowOrder:
 
     def row(self, position: int) -> int:
         """Row at a position of the endless order."""
-        epoch, at = divmod(position, self.num_rows)
-        return int(_permutation(self.num_rows, self.seed, epoch)[at]) if self.shuffle else at
+        epoch, index = divmod(position, self.num_rows)
+        return int(_permutation(self.num_rows, self.seed, epoch)[index]) if self.shuffle else index
 
 
 @lru_cache(maxsize=16)

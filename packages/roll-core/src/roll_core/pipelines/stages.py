@@ -146,7 +146,7 @@ class PolicyStages:
             stage.load_state(state)
 
     def _with_state(self) -> list[Stage]:
-        return [stage for each in fields(self) if isinstance(stage := getattr(self, each.name), Stage)]
+        return [stage for field in fields(self) if isinstance(stage := getattr(self, field.name), Stage)]
 
 
 def num_steps(config: RunConfig, role: TrainWorkerConfig, num_rows: int) -> int:
@@ -202,10 +202,10 @@ def score_metrics(samples: list[Sample]) -> dict[str, float]:
         metrics["val/score/mean"] = statistics.fmean(scores)
     metrics |= {f"val/{name}": value for name, value in best_of_k_metrics(samples).items()}
     if len(by_tag) > 1:
-        for tag, found in by_tag.items():
-            metrics[f"val/{tag or 'untagged'}/score/mean"] = statistics.fmean(found)
-            own = best_of_k_metrics([sample for sample in samples if sample.tag == tag])
-            metrics |= {f"val/{tag or 'untagged'}/{name}": value for name, value in own.items()}
+        for tag, tag_scores in by_tag.items():
+            metrics[f"val/{tag or 'untagged'}/score/mean"] = statistics.fmean(tag_scores)
+            tag_metrics = best_of_k_metrics([sample for sample in samples if sample.tag == tag])
+            metrics |= {f"val/{tag or 'untagged'}/{name}": value for name, value in tag_metrics.items()}
     return metrics
 
 
@@ -341,10 +341,10 @@ class ScorePolicy:
             check_gap(run, config, gap)
         if config.stays_close:
             # A policy with adapters still contains the initial policy, so it needs no second copy.
-            own = config.reference is None
-            role = run.train_role("actor_train" if own else "reference")
+            by_policy = config.reference is None
+            role = run.train_role("actor_train" if by_policy else "reference")
             # The reference routes by itself: the policy's experts are not replayed in it.
-            scored = await role.score(without_experts(sequences), replace(want, base=own))
+            scored = await role.score(without_experts(sequences), replace(want, base=by_policy))
             experience = experience.with_rows(ref_logprobs=scored.logprobs)
         if config.critic is not None:
             scored = await run.train_role("critic").score(without_experts(sequences), WantedOutputs(values=True))
@@ -459,14 +459,14 @@ class RewardCredit(Stage):
 
 def overlong_penalty(config: PromptRunConfig) -> Callable[[Sequence[Sample]], torch.Tensor] | None:
     """Penalty for the length of each response (`soft_overlong_penalty`), float64 `[S]`; None without the key."""
-    given = config.soft_overlong_penalty
-    if given is None:
+    penalty = config.soft_overlong_penalty
+    if penalty is None:
         return None
     return lambda samples: soft_overlong_penalty(
         torch.tensor([len(sample.response_ids) for sample in samples]),
-        max_length=given.l_max or config.max_new_tokens,
-        cache_length=given.l_cache,
-        factor=given.penalty_factor,
+        max_length=penalty.l_max or config.max_new_tokens,
+        cache_length=penalty.l_cache,
+        factor=penalty.penalty_factor,
     )
 
 

@@ -8,5 +8,5 @@ def score(prompt: str, response: str, ground_truth: str) -> float:
     number, or {"value": number, "NAME": number or text} with details for the report. An exception is a failed reward,
     never 0.
     """
-    right = sum(given == wanted for given, wanted in zip(response, ground_truth, strict=False))
+    right = sum(digit == expected for digit, expected in zip(response, ground_truth, strict=False))
     return right / max(len(response), len(ground_truth))
