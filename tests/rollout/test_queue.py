@@ -26,13 +26,10 @@ def check(completion, n):
 
 
 @pytest.mark.parametrize("routing", ["least_loaded", "prompt_affinity", "sticky"])
-@pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("max_running", [None, 1, 6])
-def test_every_request_is_answered_in_order(routing, expand, max_running):
+def test_every_request_is_answered_in_order(routing, max_running):
     async def main():
-        queue = RequestQueue(
-            [engine(str(i)) for i in range(3)], routing=routing, expand=expand, max_running=max_running
-        )
+        queue = RequestQueue([engine(str(i)) for i in range(3)], routing=routing, max_running=max_running)
         found = await queue.generate([request(f"r{i}", n=i % 4 + 1) for i in range(20)])
         assert [completion.id for completion in found] == [f"r{i}" for i in range(20)]
         for i, completion in enumerate(found):
@@ -413,7 +410,6 @@ def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts
             timeouts=HealthTimeouts(token_s=5.0),
             max_running=rng.choice([None, 12]),
             routing=rng.choice(["least_loaded", "prompt_affinity", "sticky"]),
-            expand=rng.random() < 0.5,
         )
         answers: dict[str, list] = {}
 

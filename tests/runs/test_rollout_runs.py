@@ -218,7 +218,6 @@ def test_bounded_and_single_requests_train_as_well(local_runs):
         local_runs.ok(
             local_runs.rlvr(
                 max_running_requests=3,
-                is_num_return_sequences_expand=True,
                 router_args={"router_name": "prompt_affinity"},
             )
         )
@@ -231,7 +230,7 @@ def test_siblings_that_are_asked_one_by_one_share_their_prompt_where_they_stay_t
     """Four groups of four answers on two replicas; a prompt has four tokens and is computed on each that is asked."""
     config = local_runs.rlvr(
         max_steps=1,
-        is_num_return_sequences_expand=True,
+        max_running_requests=16,
         router_args={"router_name": router},
         guards={"logprob_probe": "off"},
     )

@@ -91,7 +91,7 @@ EXPECTED = {
         "norm_mean_type": None,
         "async_generation_ratio": 1.0,
         "is_use_additional_prompts": False,
-        "is_num_return_sequences_expand": True,
+        "max_running_requests": 128,
         "train_infer_correction.is_weight.upper_bound": 1.5,
         "actor_train.data_args.template": "chatml",
         "actor_train.strategy_args.strategy_config": {

@@ -41,7 +41,7 @@ from roll_migrate.roll_keys import (
     TRANSFORMERS_DEFAULTS,
 )
 from roll_migrate.roll_pipelines import ON_POLICY, recognise
-from roll_migrate.roll_values import is_pure
+from roll_migrate.roll_values import MAX_RUNNING, is_pure
 from roll_migrate.rules import Each, Key, KeyRule, Outcome, value_at
 
 if TYPE_CHECKING:
@@ -209,8 +209,9 @@ class _RollConversion(Conversion):
             self.pipeline == "rlvr"
             and source.get("async_generation_ratio")
             and source.get("num_return_sequences_in_group", 1) != 1
+            and "max_running_requests" not in source
         ):
-            added.append((("is_num_return_sequences_expand",), True, "ROLL sets it in asynchronous training"))
+            added.append((("max_running_requests",), MAX_RUNNING, "ROLL's default; responses are separate requests"))
         for name in ("template", "messages", "prompt", "query", "response", "system", "tag", "chosen", "rejected"):
             column = (trained, "data_args", name)
             value = value_at(self.config, column) or DEFAULTS[self.pipeline].get(column)

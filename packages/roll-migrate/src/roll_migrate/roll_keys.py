@@ -262,9 +262,10 @@ RLVR: Table = {
     **RUN,
     **each(
         "max_steps rollout_batch_size num_return_sequences_in_group ppo_epochs max_running_requests"
-        " async_generation_ratio is_num_return_sequences_expand",
+        " async_generation_ratio",
         keep(),
     ),
+    "is_num_return_sequences_expand": change("→ `max_running_requests`: 128 without that key", values.expand),
     **each(
         "is_use_additional_prompts max_additional_running_prompts",
         change("kept in synchronous training", values.additional_prompts),

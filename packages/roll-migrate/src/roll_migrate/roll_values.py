@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.devices import parse_device_mapping
-from roll_migrate.rules import KeyRule, Outcome, has_no_effect, value_at
+from roll_migrate.rules import KeyRule, Outcome, changed, has_no_effect, value_at
 from roll_migrate.shared_rules import experiment
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT_LENGTH = 1024
 """Default of `prompt_length` in both ROLL and roll-core, in tokens."""
+MAX_RUNNING = 128
+"""ROLL's default of `max_running_requests`."""
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -288,6 +290,13 @@ def pg_variant(value: Any, key: Key) -> Outcome:
     name, options = LOSSES[value]
     writes = [(("pg_variant",), name), *((("pg_options", option), each) for option, each in options.items())]
     return Outcome("changed", tuple(writes), "the run has one policy loss; with ROLL's constants as options")
+
+
+def expand(value: Any, key: Key) -> Outcome:
+    """Requests per response, which here come with a limit."""
+    if not value or key.at("max_running_requests") is not None:
+        return Outcome("not needed", (), "with max_running_requests each response is a request")
+    return changed("max_running_requests", MAX_RUNNING, "with it each response is a request")
 
 
 def clip_switch(value: Any, key: Key) -> Outcome:

@@ -1141,10 +1141,9 @@ class RunConfig(Config):
     """How requests are distributed over an engine's replicas."""
     max_running_requests: PositiveInt | None = None
     """Maximum number of responses that one engine replica generates concurrently; each is a separate request. Further
-    requests wait for the first free replica. Default: no limit, the engine queues them."""
-    is_num_return_sequences_expand: bool = False
-    """Send one request per response of a group. With `router_name: least_loaded` a group is then distributed over
-    replicas, each of which computes the prompt. With the other routers it stays on one."""
+    requests wait for the first free replica. With `router_name: least_loaded` a group is then distributed over
+    replicas, each of which computes the prompt; with the other routers it stays on one. Default: no limit; a group is
+    one request, and the engine queues requests."""
     model_update_timeout: PositiveFloat = 120.0
     """Seconds within which every engine must confirm that it has the published weights."""
     model_update_buffer_size_mb: PositiveInt = 1024

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll_core.errors import NotBuiltError, UnsupportedError
 from roll_core.field_docs import document_fields
+from roll_core.spec.config import TrainingArguments
 from roll_core.spec.module_program import LossOutput as LossOutput  # for importers of this module
 from roll_core.spec.module_program import move_tensors
 from roll_core.types import DataRank, Totals
@@ -217,24 +218,27 @@ class LossFn(Protocol):
         ...
 
 
+_ARGUMENTS = TrainingArguments.model_fields
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
     """Optimizer settings, which the runtime derives from `training_args` and the pipeline's `max_grad_norm`."""
 
     learning_rate: float
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
+    weight_decay: float = _ARGUMENTS["weight_decay"].default
+    adam_beta1: float = _ARGUMENTS["adam_beta1"].default
+    adam_beta2: float = _ARGUMENTS["adam_beta2"].default
+    adam_epsilon: float = _ARGUMENTS["adam_epsilon"].default
     optimizer: str = ""
     """`"module:function"` of an `OptimizerFactory`; empty for AdamW. Only with `capabilities.optimizers`."""
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Options of that function, validated."""
-    lr_scheduler_type: str = "linear"
+    lr_scheduler_type: str = _ARGUMENTS["lr_scheduler_type"].default
     """Name of the schedule, as in transformers."""
     lr_scheduler_kwargs: Mapping[str, float] = field(default_factory=dict)
     """Further arguments of the schedule."""
-    warmup_steps: int = 0
+    warmup_steps: int = _ARGUMENTS["warmup_steps"].default
     num_steps: int = 1
     """Optimizer steps of the whole run: the length of the schedule."""
     ema_decay: float | None = None

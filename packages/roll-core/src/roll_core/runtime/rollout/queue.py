@@ -54,7 +54,6 @@ class RequestQueue:
         *,
         routing: Routing = "least_loaded",
         max_running: int | None = None,
-        expand: bool = False,
         find_stop: FindStop | None = None,
         progress_s: float = 0.0,
         timeouts: HealthTimeouts = NO_TIMEOUTS,
@@ -62,8 +61,8 @@ class RequestQueue:
     ) -> None:
         """At most `max_running` outputs run on a replica.
 
-        `expand` requests each output separately, which spreads a group over replicas and computes its prompt on each.
-        `max_running` implies it, since replicas do not report which outputs of a request have ended.
+        With this limit each output is a request of its own, because replicas do not report which outputs of a request
+        have ended. A group may then spread over replicas, each of which computes its prompt.
 
         Replicas are polled for progress every `progress_s` seconds (0: never). Reported tokens are kept if the replica
         is lost; a replica without progress, or an idle one without a reply, for longer than `timeouts` is terminated.
@@ -71,7 +70,7 @@ class RequestQueue:
         Once no replica is alive, all requests fail with the last replica's error. If replacements will be added
         (`survives_all`), requests wait instead and `no_replicas` is set.
         """
-        self._expand, self._find_stop = expand or max_running is not None, find_stop
+        self._expand, self._find_stop = max_running is not None, find_stop
         self._router = Router(routing, max_running)
         self._monitor = HealthMonitor(timeouts, progress_s, self._terminate)
         self._numbers = itertools.count()

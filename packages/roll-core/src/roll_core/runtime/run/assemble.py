@@ -128,7 +128,6 @@ async def start_roles(
                     RequestQueue,
                     routing=config.router_args.router_name,
                     max_running=config.max_running_requests,
-                    expand=config.is_num_return_sequences_expand,
                     progress_s=poll_s if chosen.in_process else min(PROGRESS_S, poll_s),
                     timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
                     find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
