@@ -739,6 +739,16 @@ def test_the_pages_suites_pass_for_strategies_and_platforms_that_are_right(tmp_p
     ]
 
 
+def test_the_pages_tracker_records_the_metrics_of_each_step(tmp_path):
+    tracker_class = run(example("docs/plugins.md", "class LinesTracker"))["LinesTracker"]
+    for step in (1, 2):  # the second one is that of a resumed run
+        tracker = tracker_class(tmp_path, "run", {})
+        tracker.log(step, {"train/loss": step / 2})
+        tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "train/loss": 0.5}, {"step": 2, "train/loss": 1.0}]
+
+
 WALK = """
 from roll_core.spec.environment import Environment, Opening, Turn
 

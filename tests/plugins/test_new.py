@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
+from pathlib import Path
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
@@ -13,7 +15,8 @@ from hatchling.builders.wheel import WheelBuilder
 from roll_core.cli.main import main
 from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import Registry
-from roll_testing.new import KINDS, TEMPLATES, name_problem, write_package
+from roll_testing.errors import mentions
+from roll_testing.new import EXAMPLES, KINDS, TEMPLATES, name_problem, write_package
 from roll_testing.part_checks import check_part
 
 
@@ -67,6 +70,25 @@ def test_an_existing_folder_is_left_as_it_is(tmp_path):
         main(["new", "reward", "mine", "--dir", str(tmp_path)])
     assert ended.value.code == 2
     assert not list((tmp_path / "roll-reward-mine").iterdir())
+
+
+@pytest.mark.parametrize("kind", [*EXAMPLES, "rewart"])
+def test_a_kind_without_template_is_refused(kind, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["new", kind, "mine", "--dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert mentions(capsys.readouterr().err, "argument KIND", kind, EXAMPLES.get(kind, "reward"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", EXAMPLES.values())
+def test_sections_with_examples_exist(place):
+    page, _, anchor = place.partition("#")
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    headings = [
+        re.sub(r"[^\w -]", "", line).strip().replace(" ", "-").lower() for line in re.findall(r"^#+ (.+)$", text, re.M)
+    ]
+    assert anchor in headings
 
 
 def test_every_kind_has_a_template():

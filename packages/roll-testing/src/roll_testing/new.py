@@ -26,14 +26,17 @@ KINDS: dict[str, type[providers.Provider]] = {
     "pipeline": providers.PipelineProvider,
     "reward": providers.RewardProvider,
     "environment": providers.EnvironmentProvider,
-    "agent": providers.AgentProvider,
-    "estimator": providers.AdvantageProvider,
-    "loss": providers.PolicyLossProvider,
-    "tracker": providers.TrackerProvider,
     "transport": providers.WeightTransportProvider,
     "platform": providers.PlatformProvider,
     "executor": providers.ExecutorProvider,
 }
+EXAMPLES = {
+    "agent": "docs/agents.md#a-function",
+    "estimator": "docs/plugins.md#roll_advantage_estimators",
+    "loss": "docs/plugins.md#a-function-of-your-own",
+    "tracker": "docs/plugins.md#roll_trackers",
+}
+"""Kinds of parts that are one function or method, and where the docs have an example."""
 NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*", re.ASCII)
 MAX_LENGTH = 40
 NOT_COPIED = {"__pycache__", ".pytest_cache", ".ruff_cache"}
@@ -47,7 +50,7 @@ def new(words: Sequence[str]) -> int:
         epilog="example: roll-core new reward my_judge",
         allow_abbrev=False,
     )
-    parser.add_argument("kind", choices=list(KINDS), help="kind of part")
+    parser.add_argument("kind", metavar="KIND", type=_kind, help=f"kind of part: {', '.join(KINDS)}")
     parser.add_argument("name", metavar="NAME", help="name of the part in configs, such as my_judge")
     parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(), help="parent folder (default: this one)")
     options = parser.parse_args(words)
@@ -67,6 +70,15 @@ def new(words: Sequence[str]) -> int:
         f"wrote {folder}\n\nNext:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  roll-core plugins\n"
     )
     return 0
+
+
+def _kind(word: str) -> str:
+    """A kind with a template. argparse reports the error at the argument."""
+    if word in EXAMPLES:
+        raise argparse.ArgumentTypeError(f"{word!r} is one function and has no template: copy {EXAMPLES[word]}")
+    if word not in KINDS:
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(KINDS)}")
+    return word
 
 
 def name_problem(kind: str, name: str) -> str:
@@ -98,7 +110,7 @@ def write_package(kind: str, name: str, folder: Path) -> None:
     pattern = re.compile("|".join(spellings))
 
     def renamed(text: str) -> str:
-        return pattern.sub(lambda found: spellings[found[0]], text)
+        return pattern.sub(lambda match: spellings[match[0]], text)
 
     folder.mkdir(parents=True)
     for source in (TEMPLATES / SHARED, TEMPLATES / kind):

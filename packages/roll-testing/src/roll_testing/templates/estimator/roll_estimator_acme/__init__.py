@@ -1,1 +1,0 @@
-"""The advantage estimator acme of ROLL."""

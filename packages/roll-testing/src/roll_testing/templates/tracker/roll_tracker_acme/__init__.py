@@ -1,1 +1,0 @@
-"""The tracker acme of ROLL."""
