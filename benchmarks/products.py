@@ -2,7 +2,7 @@
 
     ./run bench products [--rounds 15]
 
-`roll_modeling.products` chooses between the two in fp32 by the sizes; this is what its choice rests on. All take turns
+`roll_kernels.products` chooses between the two in fp32 by the sizes; this is what its choice rests on. All take turns
 within a round; a speed-up is the median of the rounds' ratios of CPU time. bf16 is faster if the processor has AMX or
 AVX512-BF16, and slower otherwise.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from common import REPOSITORY, write_result
 
-from roll_modeling.products import ONEDNN_MIN_PRODUCTS, ONEDNN_MIN_WEIGHTS, onednn_linear, weight_gradient
+from roll_kernels.products import ONEDNN_MIN_PRODUCTS, ONEDNN_MIN_WEIGHTS, onednn_linear, weight_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable

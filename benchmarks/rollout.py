@@ -30,7 +30,7 @@ import numpy as np
 from common import REPOSITORY, RESULTS, peer_python, write_result
 
 from roll_core.errors import ExtensionError
-from roll_infer_hf.kernels.decode import library
+from roll_kernels.decode import library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -101,8 +101,8 @@ def gemms_of_a_step(micros: Sequence[MicroBatch], vocab_size: int) -> Callable[[
     """
     import torch
 
+    from roll_kernels.products import input_gradient, linear, weight_gradient
     from roll_modeling.logprobs import HeadRequest
-    from roll_modeling.products import input_gradient, linear, weight_gradient
 
     chunk = HeadRequest().chunk(vocab_size, torch.device("cpu"))
     jobs = []

@@ -16,7 +16,7 @@ from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
 from roll_core.spec import weights
 from roll_core.types import DataRank, WeightReceipt
-from roll_modeling.digests import compiled_leaves_of, library
+from roll_kernels.digests import compiled_leaves_of, library
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -453,7 +453,7 @@ def test_sources_of_a_package_are_compiled_on_first_use(site, tmp_path, monkeypa
     (site / "acme" / "kernels.py").write_text(example("docs/plugins.md", "Extension("), encoding="utf-8")
     (site / "acme" / "fast.cpp").write_text('extern "C" int twice(int x) { return 2 * x; }\n', encoding="utf-8")
 
-    from roll_modeling.extensions import Extension
+    from roll_kernels.extensions import Extension
 
     assert isinstance(load_target(target, owner=""), Extension)
     import acme.kernels

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from roll_modeling import device_memory
 from roll_modeling.memory import MODEL_CODE_BYTES
 from roll_tools.run_plan import CONTEXT_BYTES, PROCESS_BYTES
+from roll_weight_transports import device_memory
 
 ACC = ("platform=acc", "executor=ray", "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]")
 

@@ -36,10 +36,12 @@ PUBLIC = {
         "http_requests",
         "reward_pool",
     ),
+    "roll_kernels": ("extensions",),
     "roll_modeling": (
-        *("bucket_plan", "checkpoints", "digests", "export", "extensions", "logprobs", "lora", "memory", "model"),
-        *("offload", "optimizer", "portable_state", "process_group", "strategy", "task_model"),
+        *("checkpoints", "export", "logprobs", "lora", "memory", "model", "offload", "optimizer"),
+        *("portable_state", "process_group", "strategy", "task_model"),
     ),
+    "roll_weight_transports": ("bucket_plan", "digests"),
 }
 """Public modules by package, with their submodules: the list of docs/plugins.md."""
 

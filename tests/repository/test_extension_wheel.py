@@ -13,7 +13,7 @@ from roll_testing.errors import raises_error
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 USE = """
 import torch
-from roll_infer_hf.kernels.decode import EXTENSION, DecodeKernels
+from roll_kernels.decode import EXTENSION, DecodeKernels
 print(EXTENSION.library())
 kernels = DecodeKernels(
     num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, qk_epsilon=1e-6, dtype=torch.float32, device=torch.device("cpu")
@@ -36,9 +36,9 @@ def build(package: str, folder: Path, **variables: str) -> Path:
 @pytest.mark.parametrize(
     ("package", "source"),
     [
-        ("roll-modeling", "roll_modeling/digests.cpp"),
-        ("roll-modeling", "roll_modeling/elementwise.cpp"),
-        ("roll-infer-hf", "roll_infer_hf/kernels/decode.cpp"),
+        ("roll-kernels", "roll_kernels/digests.cpp"),
+        ("roll-kernels", "roll_kernels/elementwise.cpp"),
+        ("roll-kernels", "roll_kernels/decode.cpp"),
     ],
 )
 def test_a_wheel_as_it_is_has_sources_alone(package, source, tmp_path):
@@ -51,7 +51,7 @@ def test_a_wheel_as_it_is_has_sources_alone(package, source, tmp_path):
 
 @pytest.mark.slow
 def test_kernels_that_were_compiled_ahead_need_no_compiler(tmp_path):
-    wheel = build("roll-infer-hf", tmp_path, BUILD_EXT="1")
+    wheel = build("roll-kernels", tmp_path, BUILD_EXT="1")
     assert "none-any" not in wheel.name
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     env = os.environ | {
@@ -63,10 +63,10 @@ def test_kernels_that_were_compiled_ahead_need_no_compiler(tmp_path):
         [sys.executable, "-c", USE], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "installed" / "roll_infer_hf" / "kernels")
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "installed" / "roll_kernels")
 
 
 @pytest.mark.slow
 def test_a_build_that_cannot_compile_fails_with_what_is_missing(tmp_path):
     with raises_error(AssertionError, "roll_decode", "no-such-compiler"):
-        build("roll-infer-hf", tmp_path, BUILD_EXT="1", CXX="no-such-compiler")
+        build("roll-kernels", tmp_path, BUILD_EXT="1", CXX="no-such-compiler")

@@ -73,16 +73,15 @@ UNDECLARED = {
     ("roll-core", "roll-modeling"): "strategies with `portable_state` require it",
     ("roll-infer-sglang", "requests"): "part of sglang's server",
     ("roll-infer-vllm", "uvicorn"): "part of vLLM's server",
-    ("roll-modeling", "hatchling"): "runs the build hook that imports it",
+    ("roll-kernels", "hatchling"): "runs the build hook that imports it",
     ("roll-rewards", "langdetect"): "one instruction of IFEval; its error names the distribution",
     ("roll-tools", "ipython"): "the table of a run in a notebook",
     ("roll-tools", "roll-modeling"): "`checkpoint convert` builds strategies, which require it",
     ("roll-tools", "roll-pipeline-agentic"): "the audit of chat templates; without the package, a note names it",
 }
 UNIMPORTED = {
-    ("roll-modeling", "ninja"): "torch's cpp_extension runs it",
+    ("roll-kernels", "ninja"): "torch's cpp_extension runs it",
     ("roll-platform-npu", "torch-npu"): "torch imports it",
-    ("roll-platform-sim", "ninja"): "torch's cpp_extension runs it",
     ("roll-testing", "pytest-timeout"): "plugin of pytest; `./run gpu` takes its requirements from roll-testing",
 }
 
@@ -121,8 +120,8 @@ def test_package_requires_what_it_imports():
     undeclared = set()
     for package, project in PROJECTS.items():
         names = required(package, *project.get("optional-dependencies", {}))
-        if "roll-modeling" not in names:
-            # A run has torch and others from `roll-core[train]`, which roll-modeling requires.
+        if not names & {"roll-modeling", "torch"}:
+            # A run has torch and others from `roll-core[train]`.
             names |= required("roll-core", "train") - required("roll-core")
         undeclared |= {(package, min(options)) for options in imported(package).values() if not options & names}
     assert undeclared == set(UNDECLARED)
@@ -136,6 +135,52 @@ def test_package_imports_what_it_requires():
         # A run loads plugins by their entry points.
         unimported |= {(package, name) for name in required(package) - names - plugins}
     assert unimported == set(UNIMPORTED)
+
+
+def closure(package: str, *extras: str) -> set[str]:
+    """Names of all distributions that installing the package alone requires, as far as packages of ours name them."""
+    names: set[str] = set()
+    pending = [Requirement(f"{package}[{','.join(extras)}]" if extras else package)]
+    seen: set[str] = set()
+    while pending:
+        requirement = pending.pop()
+        if str(requirement) in seen:
+            continue
+        seen.add(str(requirement))
+        name = canonicalize_name(requirement.name)
+        names.add(name)
+        if name in PROJECTS:
+            optional = PROJECTS[name].get("optional-dependencies", {})
+            lines = [
+                *PROJECTS[name]["dependencies"],
+                *(line for extra in requirement.extras for line in optional[extra]),
+            ]
+            pending += map(Requirement, lines)
+    return names
+
+
+OF_RUNS = {"jinja2", "pyarrow", "roll-rewards", "roll-tools", "roll-trackers", "tensorboard"}
+"""Distributions that a run needs, and no strategy, engine or platform imports: of the extra `train`."""
+MODELS = {"peft", "safetensors", "tokenizers", "transformers"}
+KERNELS = {"ninja", "roll-kernels"}
+NOT_REQUIRED = {
+    **dict.fromkeys(("roll-platform-cuda", "roll-platform-npu", "roll-platform-rocm"), OF_RUNS | MODELS | KERNELS),
+    "roll-platform-sim": OF_RUNS | MODELS,
+    "roll-kernels": OF_RUNS | MODELS,
+    "roll-weight-transports": OF_RUNS | MODELS | KERNELS,
+    **dict.fromkeys(("roll-infer-hf", "roll-infer-sglang", "roll-infer-vllm"), OF_RUNS | KERNELS | {"peft"}),
+    **dict.fromkeys((f"roll-strategy-{name}" for name in ("deepspeed", "fsdp2", "hf", "megatron")), OF_RUNS | KERNELS),
+}
+
+
+@pytest.mark.parametrize("package", NOT_REQUIRED)
+def test_package_alone_requires_no_more_than_it_uses(package):
+    assert closure(package) & NOT_REQUIRED[package] == set()
+
+
+def test_extras_of_strategies_install_what_runs_need():
+    for extra in ("deepspeed", "fsdp2", "hf", "megatron"):
+        assert closure("roll-core", extra) >= OF_RUNS | MODELS
 
 
 def test_packages_agree_on_versions_of_a_distribution():

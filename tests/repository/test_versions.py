@@ -51,12 +51,12 @@ def test_a_new_version_reaches_every_range_that_names_the_package(tmp_path):
         for file in ("pyproject.toml", f"src/{name.replace('-', '_')}/__init__.py"):
             (tmp_path / "packages" / name / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / "packages" / name / file, tmp_path / "packages" / name / file)
-    template = Path("packages", "roll-testing", "src", "roll_testing", "templates", "loss", "pyproject.toml")
+    template = Path("packages", "roll-testing", "src", "roll_testing", "templates", "executor", "pyproject.toml")
     (tmp_path / template).parent.mkdir(parents=True)
     shutil.copy(REPOSITORY / template, tmp_path / template)
     assert versions(tmp_path, "roll-modeling=2.5.1") == 0
     project = tomllib.loads((tmp_path / "packages" / "roll-strategy-hf" / "pyproject.toml").read_text())["project"]
-    assert "roll-modeling>=2.5,<2.6" in project["dependencies"]
+    assert "roll-modeling[lora]>=2.5,<2.6" in project["dependencies"]
     assert PROJECTS["roll-strategy-hf"]["version"] == project["version"]
     assert versions(tmp_path, "roll-core=1.0.0rc1") == 0
     core = tmp_path / "packages" / "roll-core"
@@ -65,7 +65,7 @@ def test_a_new_version_reaches_every_range_that_names_the_package(tmp_path):
     assert written["dependencies"] == ["roll-core>=1.0.0rc1,<1.1"]
     assert written["version"] == tomllib.loads((REPOSITORY / template).read_text())["project"]["version"]
     modeling = (tmp_path / "packages" / "roll-modeling" / "pyproject.toml").read_text()
-    assert '"roll-core[train]>=1.0.0rc1,<1.1"' in modeling
+    assert '"roll-core>=1.0.0rc1,<1.1"' in modeling
     (core / "pyproject.toml").write_text((core / "pyproject.toml").read_text().replace("1.0.0rc1", "1.1.0"))
     assert versions(tmp_path) == 1
 

@@ -20,7 +20,7 @@ from roll_core.runtime.rollout.replicas import HealthTimeouts, WorkerReplica
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.runtime.run.stopping import StopSignals
 from roll_core.types import Group
-from roll_modeling import rendezvous
+from roll_weight_transports import rendezvous
 
 RUNTIME = Path(roll_core.runtime.__file__).parent
 PROCESSES = [RUNTIME.parent / "reward_pool.py", RUNTIME.parent / "reward_process.py", Path(rendezvous.__file__)]

@@ -17,9 +17,9 @@ from roll_core.spec.multilinear import CHUNK_BYTES, MULTILINEAR, SPAN_BYTES, key
 from roll_core.spec.weights import digest, make_manifest, memory_token, tensor_entry
 from roll_core.types import WeightManifest
 from roll_infer_hf.loaded_weights import LoadedWeights
-from roll_modeling.bucket_plan import fill, plan_buckets, views
 from roll_modeling.offload import Offloader
 from roll_platform_sim.trace import Trace
+from roll_weight_transports.bucket_plan import fill, plan_buckets, views
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.workers.strategy import mesh_info
 from roll_modeling.process_group import ProcessGroup
-from roll_modeling.rendezvous import RemoteStore
+from roll_weight_transports.rendezvous import RemoteStore
 
 LOOPBACK = "127.0.0.1"
 SIZE = 2

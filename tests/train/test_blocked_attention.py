@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll_modeling.blocked_attention import BLOCK, LONGEST, blocked_attention, usable
+from roll_kernels.blocked_attention import BLOCK, LONGEST, blocked_attention, usable
 
 LENGTHS = [
     (1,),

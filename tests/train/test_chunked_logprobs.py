@@ -12,7 +12,8 @@ from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.train import WantedOutputs
-from roll_modeling import elementwise, logprobs
+from roll_kernels import elementwise
+from roll_modeling import logprobs
 from roll_modeling.logprobs import (
     HeadRequest,
     LinearHead,

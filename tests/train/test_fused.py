@@ -12,7 +12,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
-from roll_modeling import elementwise, fused
+from roll_kernels import elementwise, fused
 from roll_strategy_hf.config import HFTrainConfig
 from roll_testing.errors import raises_error
 
@@ -27,21 +27,9 @@ def mlp(activation="silu", size=24):
     return Qwen3MLP(Qwen3Config(hidden_size=size, intermediate_size=40, hidden_act=activation))
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def kernels(request, monkeypatch):
-    """With the compiled kernels, and as it is without a compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(elementwise, "available", lambda: False)
-    else:
-        assert elementwise.available()
-    return request.param
-
-
 @pytest.mark.parametrize("make", [norm, mlp])
 @pytest.mark.parametrize("shape", [(1, 1, 24), (1, 50, 24), (2, 7, 3, 24), (0, 24)])
-@pytest.mark.parametrize("block", [24, 200, 1 << 16])
-def test_values_and_gradients_are_the_modules_own(monkeypatch, kernels, make, shape, block):
-    monkeypatch.setattr(fused, "BLOCK_ELEMENTS", block)
+def test_values_and_gradients_are_the_modules_own(make, shape):
     torch.manual_seed(0)
     module = make()
     x, upstream = torch.randn(shape, requires_grad=True), torch.randn(shape)
@@ -74,12 +62,8 @@ def functions(name):
 @pytest.mark.parametrize("name", ["norm", "gate"])
 @pytest.mark.parametrize("size", [17, 64, 100])
 @pytest.mark.parametrize("num_rows", [1, 65, 3001])
-@pytest.mark.parametrize(
-    ("kernels", "dtype", "digits"),
-    [("compiled", torch.float32, 4e-6), ("compiled", torch.bfloat16, 2**-6), ("torch", torch.float32, 4e-6)],
-    indirect=["kernels"],
-)
-def test_values_and_gradients_are_those_of_float64(kernels, name, size, num_rows, dtype, digits):
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 4e-6), (torch.bfloat16, 2**-6)])
+def test_values_and_gradients_are_those_of_float64(name, size, num_rows, dtype, digits):
     torch.manual_seed(0)
     first, upstream = (3 * torch.randn(num_rows, size).to(dtype) for _ in range(2))
     second = torch.randn(size if name == "norm" else (num_rows, size)).to(dtype)
@@ -108,9 +92,10 @@ def test_a_norm_in_bfloat16_rounds_as_transformers_does():
     torch.testing.assert_close(found, plain, rtol=2**-7, atol=0)
 
 
-def test_bfloat16_is_left_alone_without_a_compiler(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_gates_keep_torchs_code_without_a_compiler(monkeypatch, dtype):
     monkeypatch.setattr(elementwise, "available", lambda: False)
-    assert fused.fuse(norm().bfloat16()) == 0
+    assert fused.fuse(norm().to(dtype)) == fused.fuse(mlp().to(dtype)) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -207,7 +192,7 @@ def test_the_number_of_threads_changes_no_bit():
         assert torch.equal(one, two)
 
 
-def test_what_is_not_finite_stays_so(kernels):
+def test_what_is_not_finite_stays_so():
     x = torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [1.0, 2.0]])
     for found in (fused._RMSNorm.apply(x, torch.ones(2), 1e-5), fused._SwiGLU.apply(x, torch.ones(3, 2))):
         assert not found[:2].isfinite().all(dim=1).any()
@@ -220,7 +205,7 @@ def test_memory_of_another_shape_is_never_read(weight):
         elementwise.norm(torch.ones(3, 24), weight, 1e-5)
 
 
-def test_inputs_that_are_not_contiguous_are_understood(kernels):
+def test_inputs_that_are_not_contiguous_are_understood():
     module = norm()
     x = torch.randn(24, 5).T.requires_grad_()
     plain = module(x)

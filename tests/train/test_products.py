@@ -10,8 +10,8 @@ from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
 from roll_core.types import TrainSequence
 from roll_infer_hf import decoder
-from roll_modeling import products
-from roll_modeling.products import (
+from roll_kernels import products
+from roll_kernels.products import (
     HAS_ONEDNN,
     ONEDNN_MIN_PRODUCTS,
     ONEDNN_MIN_WEIGHTS,
@@ -115,7 +115,7 @@ def rows_seen(monkeypatch, module):
 @pytest.mark.skipif(not HAS_ONEDNN, reason="this build of torch has no oneDNN")
 def test_an_engine_computes_with_few_numbers_of_rows(monkeypatch):
     """oneDNN keeps memory for each of them."""
-    seen = rows_seen(monkeypatch, decoder)
+    seen = rows_seen(monkeypatch, products)
     weight = torch.randn(LARGE)
     project = decoder.Projection(weight, None, pack=True)
     for rows in range(1, 200):

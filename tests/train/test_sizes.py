@@ -7,7 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from roll_core.errors import ModelError
-from roll_modeling import blocked_attention, logprobs, memory
+from roll_kernels import blocked_attention
+from roll_modeling import logprobs, memory
 from roll_testing.errors import raises_error
 from roll_tools.sizes import ARCHITECTURES, model_size
 

@@ -24,7 +24,7 @@ from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import DeviceFacts
 from roll_core.spec.weights import copy_digested, make_receipt
 from roll_core.types import DataRank, WeightReceipt
-from roll_modeling import device_memory
+from roll_weight_transports import device_memory
 
 WEIGHTS = "roll_core.runtime.weights"
 IMPORTS = (
@@ -33,7 +33,7 @@ IMPORTS = (
     f"{WEIGHTS}.sender",
     f"{WEIGHTS}.receiver",
     "roll_core.runtime.cluster.executors.base",
-    "roll_modeling.device_memory",
+    "roll_weight_transports.device_memory",
     "roll_testing.publishing",
 )
 """What a process imports before its first call: once for all of them."""
@@ -210,12 +210,12 @@ class Worker:
         kind.refuses = refuses
 
     def read_bucket(self, bucket: dict[str, Any]) -> Any:
-        from roll_modeling.buckets import BucketInfo, read_bucket
+        from roll_weight_transports.buckets import BucketInfo, read_bucket
 
         return {name: tensor.tolist() for name, tensor in read_bucket(BucketInfo(**bucket))}
 
     def opening_failure(self, bucket: dict[str, Any]) -> str:
-        from roll_modeling.buckets import BucketInfo, opening_failure
+        from roll_weight_transports.buckets import BucketInfo, opening_failure
 
         return opening_failure(BucketInfo(**bucket), "cpu")
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.weights import make_manifest
-from roll_modeling.buckets import Incoming
-from roll_modeling.comparing import compare_adapter, entries, refuse_adapter
 from roll_modeling.engine_weights import collected, write_adapter
 from roll_testing.errors import raises_error
+from roll_weight_transports.buckets import Incoming
+from roll_weight_transports.comparing import compare_adapter, entries, refuse_adapter
 
 RANK = 2
 LORA = LoraSpec(targets=("q_proj", "o_proj"), rank=RANK, alpha=2.0)

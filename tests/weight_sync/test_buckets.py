@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from roll_core.errors import MissingTensorError, UnexpectedTensorError, WeightSyncError
 from roll_core.spec.weights import digest, make_manifest
 from roll_core.types import TensorEntry, WeightManifest
-from roll_modeling.bucket_plan import fill, plan_buckets, require_exhausted, views
 from roll_testing.errors import raises_error
+from roll_weight_transports.bucket_plan import fill, plan_buckets, require_exhausted, views
 
 
 def offered(*sizes):

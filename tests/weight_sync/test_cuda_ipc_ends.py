@@ -8,9 +8,8 @@ from sync_workers import HostMemory
 from roll_core.errors import UnsupportedError, WeightSyncError
 from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderSetup
 from roll_core.spec.weights import make_manifest
-from roll_modeling import device_memory
 from roll_testing.errors import raises_error
-from roll_weight_transports import cuda_ipc
+from roll_weight_transports import cuda_ipc, device_memory
 
 BUCKET = 16 << 10
 

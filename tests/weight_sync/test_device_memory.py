@@ -13,14 +13,14 @@ from roll_core.errors import WeightSyncError
 from roll_core.runtime.weights.plan import device_facts
 from roll_core.spec.transport import DeviceFacts
 from roll_core.types import DataRank
-from roll_modeling.device_memory import (
+from roll_testing.errors import raises_error
+from roll_weight_transports.device_memory import (
     ALLOCATOR_OPTIONS,
     CudaHandle,
     DeviceMemory,
     device_memory,
     fixed_segments,
 )
-from roll_testing.errors import raises_error
 
 HANDLE = CudaHandle(
     device_uuid="GPU-1",

@@ -13,10 +13,10 @@ from sync_workers import HostMemory, ProcessGroup
 
 from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.spec.model import MeshInfo
-from roll_modeling import device_memory
-from roll_modeling.buckets import BucketInfo, BucketWriter, read_bucket
-from roll_modeling.device_memory import slot_devices
 from roll_testing.errors import mentions
+from roll_weight_transports import device_memory
+from roll_weight_transports.buckets import BucketInfo, BucketWriter, read_bucket
+from roll_weight_transports.device_memory import slot_devices
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="engines run on Linux")
 

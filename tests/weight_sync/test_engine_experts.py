@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from roll_core.spec.fp8 import quantise_blocks
 from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.weights import CHUNK_BYTES, Digests, digest
-from roll_modeling.comparing import compare
 from roll_modeling.engine_experts import GATE, UP, ExpertLayout, ExpertName
 from roll_modeling.engine_weights import ExpertsTensor, LoadedModel
+from roll_weight_transports.comparing import compare
 
 E, H, I = 3, 4, 6  # noqa: E741 - the intermediate size, as in the module
 PATH = "model.layers.0.mlp.experts"

@@ -11,7 +11,6 @@ from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedT
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.weights import digest, make_manifest
-from roll_modeling.buckets import BucketInfo, Incoming
 from roll_modeling.engine_weights import (
     AdapterWeights,
     EngineProcesses,
@@ -21,6 +20,7 @@ from roll_modeling.engine_weights import (
     ModelWeights,
 )
 from roll_testing.errors import raises_error
+from roll_weight_transports.buckets import BucketInfo, Incoming
 
 LORA = LoraSpec(targets=("q",), rank=1, alpha=1.0)
 WHO = "actor_infer rank 0"

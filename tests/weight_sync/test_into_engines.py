@@ -15,10 +15,10 @@ from sync_workers import HostMemory
 
 from roll_core.errors import MissingTensorError
 from roll_core.spec.weights import make_manifest
-from roll_modeling import device_memory
-from roll_modeling.buckets import BucketInfo, Incoming, opening_failure, read_bucket
 from roll_modeling.engine_weights import ModelWeights
 from roll_testing.errors import mentions, raises_error
+from roll_weight_transports import device_memory
+from roll_weight_transports.buckets import BucketInfo, Incoming, opening_failure, read_bucket
 
 TENSORS = {"a": torch.arange(60.0), "b": torch.randn(7, 9).bfloat16(), "none": torch.zeros(0, 4), "c": torch.ones(50)}
 MANIFEST = make_manifest(1, TENSORS.items())

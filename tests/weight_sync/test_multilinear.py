@@ -27,8 +27,8 @@ from roll_core.spec.weights import (
     tensor_entry,
 )
 from roll_core.types import DataRank
-from roll_modeling.bucket_plan import fill, plan_buckets, views
 from roll_testing.errors import raises_error
+from roll_weight_transports.bucket_plan import fill, plan_buckets, views
 
 MASK = (1 << 64) - 1
 

@@ -18,8 +18,8 @@ from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
 from roll_core.spec.weights import make_manifest
 from roll_core.types import DataRank
-from roll_modeling import device_memory
 from roll_testing.errors import raises_error
+from roll_weight_transports import device_memory
 from roll_weight_transports.cuda_ipc import CudaIpcTransport, sources_of
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from roll_core.spec.transport import SenderSetup
-from roll_modeling import rendezvous
-from roll_modeling.rendezvous import HostedStore, RemoteStore
+from roll_weight_transports import rendezvous
 from roll_weight_transports.collective import LOOPBACK, CollectiveSender, connect
+from roll_weight_transports.rendezvous import HostedStore, RemoteStore
 
 SOON = timedelta(seconds=20)
 

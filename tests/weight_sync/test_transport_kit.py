@@ -5,8 +5,8 @@ from typing import ClassVar
 import pytest
 from sync_workers import HostMemory
 
-from roll_modeling import device_memory
 from roll_testing import WeightTransportConformance
+from roll_weight_transports import device_memory
 
 
 class TestShm(WeightTransportConformance):

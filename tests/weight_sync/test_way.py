@@ -15,7 +15,7 @@ from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.run import weight_sync as controller
 from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
-from roll_modeling import device_memory
+from roll_weight_transports import device_memory
 
 ALL = ("cuda_ipc", "shm", "collective")
 ACME = Plugin(

@@ -118,7 +118,7 @@ def torch_device(device: str, index: int = 0) -> str:
 
 def memory_is_shared(device: str) -> bool:
     """True if processes can share memory of the platform's devices."""
-    from roll_modeling.device_memory import device_memory
+    from roll_weight_transports.device_memory import device_memory
 
     return device_memory(torch_device(device)) is not None
 
@@ -498,7 +498,7 @@ def planner(device: str) -> int:
 
 def extensions(device: str) -> int:
     """Seconds to compile the decoding kernels on first use, and ahead of time."""
-    from roll_infer_hf.kernels.decode import CUDA_EXTENSION, EXTENSION
+    from roll_kernels.decode import CUDA_EXTENSION, EXTENSION
 
     if not has_kernels(device):
         return not_run(f"the kernels have no variant for {device}")

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from roll_core.errors import ExtensionError, UnsupportedError
 from roll_infer_hf.compiled_decoder import CompiledDecoder, decoder_class
 from roll_infer_hf.decoder import Decoder, Projection
-from roll_infer_hf.kernels import decode
-from roll_infer_hf.kernels.decode import DecodeKernels
 from roll_infer_hf.runner import CachedPrompt, PromptChunk
+from roll_kernels import decode
+from roll_kernels.decode import DecodeKernels
+from roll_kernels.products import HAS_ONEDNN
 from roll_modeling.model import load_model
-from roll_modeling.products import HAS_ONEDNN
 from roll_testing.errors import raises_error
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,8 +10,8 @@ from vllm_live import CACHE
 
 from roll_core.errors import WeightSyncError
 from roll_infer_vllm.config import VllmConfig
-from roll_modeling.buckets import BucketWriter
 from roll_testing.errors import raises_error
+from roll_weight_transports.buckets import BucketWriter
 from shared_tests.live_engine import Live, biased
 from shared_tests.loaded_engine import CLOSE, PROMPT, digests
 

@@ -20,11 +20,11 @@ from roll_core.types import WeightReceipt
 from roll_infer_vllm.engine_environment import engine_environment
 from roll_infer_vllm.processes import VllmProcesses
 from roll_infer_vllm.registration import TRANSFER
-from roll_modeling.buckets import Incoming
 from roll_modeling.engine_files import engine_files
 from roll_modeling.engine_weights import ModelWeights
 from roll_modeling.model import load_model
 from roll_modeling.portable_state import router_buffers
+from roll_weight_transports.buckets import Incoming
 from shared_tests.loaded_engine import digests
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -1,4 +1,4 @@
-"""The API of roll-modeling, literally: `api.txt` has every name that packages of ours import, with its signature.
+"""The API of the shared packages, literally: `api.txt` has every name that packages of ours import, with its signature.
 
 A line that changes or goes is a change for published plugins: it needs a minor release (RELEASING.md).
 `ROLL_UPDATE_GOLDEN=1` writes the file.
@@ -16,16 +16,18 @@ SNAPSHOT = Path(__file__).with_name("api.txt")
 PACKAGES = Path(__file__).resolve().parents[2]
 
 
+SHARED = ("roll_kernels", "roll_modeling", "roll_weight_transports")
+
+
 def imported() -> set[tuple[str, str]]:
-    """Module and name of everything that the sources of other packages import from roll_modeling."""
-    found: set[tuple[str, str]] = set()
+    """Module and name of everything that sources import from a shared package of which they are no part."""
+    names: set[tuple[str, str]] = set()
     for path in PACKAGES.glob("*/src/**/*.py"):
-        if "roll_modeling" in path.parts:
-            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "roll_modeling":
-                found |= {(node.module, alias.name) for alias in node.names}
-    return found
+            package = (node.module or "").split(".")[0] if isinstance(node, ast.ImportFrom) else ""
+            if package in SHARED and package not in path.parts:
+                names |= {(node.module, alias.name) for alias in node.names}
+    return names
 
 
 def described(module: str, name: str) -> list[str]:

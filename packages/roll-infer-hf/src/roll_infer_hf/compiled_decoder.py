@@ -1,4 +1,4 @@
-"""Decoder that uses compiled kernels between the matrix products of a decoding step.
+"""Decoder that uses compiled kernels (roll-kernels) between the matrix products of a decoding step.
 
 By default it runs on a CPU; on CUDA only with `kernels: compiled`.
 
@@ -20,8 +20,7 @@ import torch.nn.functional as F
 
 from roll_core.errors import ExtensionError, UnsupportedError
 from roll_infer_hf.decoder import Decoder
-from roll_infer_hf.kernels.decode import DecodeKernels, cuda_library, library
-from roll_modeling.elementwise import DTYPES
+from roll_modeling.kernels import decode
 from roll_modeling.memory import padded_rows
 
 if TYPE_CHECKING:
@@ -35,12 +34,18 @@ def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "com
     """Decoder class for this model, device and `kernels` setting.
 
     `auto` falls back to `Decoder` if compiled kernels are unavailable, and always on CUDA. `compiled` raises
-    `UnsupportedError` if the device or dtype is unsupported, and `ExtensionError` if compilation fails.
+    `UnsupportedError` if the device or dtype is unsupported, and `ExtensionError` if compilation fails or roll-kernels
+    is not installed.
     """
     if kernels == "torch":
         return Decoder
+    if decode is None:
+        if kernels == "compiled":
+            raise ExtensionError("kernels: compiled needs roll-kernels: pip install roll-kernels, or use kernels: auto")
+        log.info("hf_infer decodes with PyTorch operators, which is slower: roll-kernels is not installed")
+        return Decoder
     device = model.device.type
-    if device not in ("cpu", "cuda") or torch.version.hip or model.dtype not in DTYPES:
+    if device not in ("cpu", "cuda") or torch.version.hip or model.dtype not in decode.DTYPES:
         if kernels == "compiled":
             raise UnsupportedError(
                 f"kernels: compiled supports float32 and bfloat16 on a CPU or on CUDA, not {model.dtype} on"
@@ -51,10 +56,10 @@ def decoder_class(model: PreTrainedModel, kernels: Literal["auto", "torch", "com
         # PyTorch operators by default: the CUDA kernels are not tested on a GPU.
         if kernels == "auto":
             return Decoder
-        cuda_library()
+        decode.cuda_library()
         return CompiledDecoder
     try:
-        library()
+        decode.library()
     except ExtensionError as error:
         if kernels == "compiled":
             raise
@@ -71,7 +76,7 @@ class CompiledDecoder(Decoder):
         attention: Any = self._model.model.layers[0].self_attn
         norm = getattr(attention, "q_norm", None)
         self._rms_epsilon = float(self._model.model.norm.variance_epsilon)
-        self._kernels = DecodeKernels(
+        self._kernels = decode.DecodeKernels(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

@@ -40,8 +40,8 @@ class HFInferConfig(StrategyConfig):
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     """Kernels for the operations of a decoding step other than matrix products. `torch` uses PyTorch operators.
     `compiled` compiles custom kernels once per machine and raises an error if that fails. `auto` uses compiled kernels
-    on a CPU with a C++ compiler, and PyTorch operators otherwise. `compiled` on CUDA needs nvcc and is not tested on a
-    GPU."""
+    on a CPU with roll-kernels and a C++ compiler, and PyTorch operators otherwise. `compiled` on CUDA needs nvcc and is
+    not tested on a GPU."""
     enable_lora: bool = False
     """Receive the LoRA adapter instead of merged weights. A weight update sends only A and B, which the engine merges
     into its initial weights. The engine keeps a copy of the base weights of adapted layers."""

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from roll_infer_hf.kv_cache import KVCache, aligned
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
+from roll_modeling.kernels import products
 from roll_modeling.layout import adjacent
 from roll_modeling.memory import padded_rows
-from roll_modeling.products import HAS_ONEDNN, ONEDNN_MIN_WEIGHTS, onednn_linear, prefers_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
 """Supported `model_type`s: their decoder layers differ only in biases and query/key norms."""
 LOGPROB_ROWS = 1024
 """Number of prompt tokens whose logits are materialized at once for prompt logprobs."""
-_PACKS = HAS_ONEDNN and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+_PACKS = products is not None and products.HAS_ONEDNN and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 _PACKED_DTYPES = (
     (torch.float32, torch.bfloat16)
     if _PACKS and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # AVX-512 or avx_ne_convert
@@ -68,12 +68,16 @@ def math_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
+def _is_large(weight_OI: Tensor) -> bool:
+    return weight_OI.device.type == "cpu" and weight_OI.numel() >= products.ONEDNN_MIN_WEIGHTS
+
+
 class Projection:
     """Linear layer `x @ weight.T + bias`.
 
-    For float32 on a CPU PyTorch calls MKL, but oneDNN is faster on non-Intel processors. oneDNN is faster still with
-    weights packed into its own layout. `benchmarks/rollout.py` measures the three as `linear`, `onednn` and `packed`.
-    A packed weight is a copy: create a new `Projection` after the weight has changed.
+    For float32 on a CPU PyTorch calls MKL, but oneDNN (with roll-kernels) is faster on non-Intel processors. oneDNN is
+    faster still with weights packed into its own layout. `benchmarks/rollout.py` measures the three as `linear`,
+    `onednn` and `packed`. A packed weight is a copy: create a new `Projection` after the weight has changed.
     """
 
     __slots__ = ("_bias", "_weight", "pads_rows", "weight")
@@ -81,9 +85,8 @@ class Projection:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, pack: bool, num_rows: int = 64) -> None:
         self.weight = weight_OI
         self._bias = bias_O
-        large = weight_OI.device.type == "cpu" and weight_OI.numel() >= ONEDNN_MIN_WEIGHTS
-        packed = _PACKS and pack and large and weight_OI.dtype in _PACKED_DTYPES
-        self.pads_rows = packed or prefers_onednn(weight_OI)
+        packed = _PACKS and pack and weight_OI.dtype in _PACKED_DTYPES and _is_large(weight_OI)
+        self.pads_rows = packed or (products is not None and products.prefers_onednn(weight_OI))
         """True if oneDNN computes the products; their rows are padded to `padded_rows`."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, num_rows) if packed else weight_OI
 
@@ -93,7 +96,7 @@ class Projection:
             num_rows = len(x_TI)
             if more := padded_rows(num_rows) - num_rows:
                 x_TI = F.pad(x_TI, (0, 0, 0, more))
-            return onednn_linear(x_TI, self._weight, self._bias)[:num_rows]
+            return products.onednn_linear(x_TI, self._weight, self._bias)[:num_rows]
         return F.linear(x_TI, self._weight, self._bias)
 
 

@@ -24,11 +24,11 @@ from typing_extensions import override
 from roll_core.errors import UnsupportedError
 from roll_core.spec.weights import Digests, check_version
 from roll_core.types import WeightReceipt
-from roll_modeling.buckets import Incoming
-from roll_modeling.comparing import SIDES, compare, compare_adapter, entries, refuse, refuse_adapter
-from roll_modeling.digests import use_compiled_digests
 from roll_modeling.layout import SIBLINGS, adjacent
 from roll_modeling.lora import target_layers
+from roll_weight_transports.buckets import Incoming
+from roll_weight_transports.comparing import SIDES, compare, compare_adapter, entries, refuse, refuse_adapter
+from roll_weight_transports.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -90,7 +90,7 @@ class Replaceable(ABC):
 
 
 class _Parameter(NamedTuple):
-    """Location of a tensor, see `roll_modeling.comparing.EngineTensor`."""
+    """Location of a tensor, see `roll_weight_transports.comparing.EngineTensor`."""
 
     keys: tuple[int, ...]
     shape: tuple[int, ...]

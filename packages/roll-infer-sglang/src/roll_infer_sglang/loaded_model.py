@@ -38,9 +38,9 @@ from typing_extensions import override
 
 from roll_infer_sglang.hooks import ADAPTER_SLOT
 from roll_infer_sglang.release import num_shards
-from roll_modeling.comparing import SIDES
 from roll_modeling.engine_experts import ExpertLayout, ExpertName
 from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor
+from roll_weight_transports.comparing import SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

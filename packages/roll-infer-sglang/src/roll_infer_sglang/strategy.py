@@ -30,10 +30,10 @@ from roll_infer_sglang.launch import launch
 from roll_infer_sglang.processes import SglangProcesses
 from roll_infer_sglang.requests import Requests
 from roll_infer_sglang.sampling import check_served
-from roll_modeling.buckets import Incoming
-from roll_modeling.device_memory import slot_devices
 from roll_modeling.engine_metrics import KINDS
 from roll_modeling.engine_weights import AdapterWeights, EngineWeights, ModelWeights
+from roll_weight_transports.buckets import Incoming
+from roll_weight_transports.device_memory import slot_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -45,9 +45,9 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from roll_core.spec.fp8 import BLOCK
 from roll_infer_vllm import experts
 from roll_infer_vllm.shuffles import learned
-from roll_modeling.comparing import SIDES
 from roll_modeling.engine_experts import SCALE, ExpertName
 from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor
+from roll_weight_transports.comparing import SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -32,10 +32,10 @@ from roll_infer_vllm.processes import VllmProcesses
 from roll_infer_vllm.sampling import check_served, sampling_params
 from roll_infer_vllm.serving import EndpointServer
 from roll_infer_vllm.watchdog import engine_errors, while_alive
-from roll_modeling.buckets import Incoming
-from roll_modeling.device_memory import slot_devices
 from roll_modeling.engine_metrics import KINDS
 from roll_modeling.engine_weights import AdapterWeights, EngineWeights, ModelWeights
+from roll_weight_transports.buckets import Incoming
+from roll_weight_transports.device_memory import slot_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

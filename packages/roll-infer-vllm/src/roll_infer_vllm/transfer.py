@@ -15,9 +15,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from roll_infer_vllm import experts
 from roll_infer_vllm.loaded_model import VllmModel, remember_unreadable
 from roll_infer_vllm.workarounds import load_sinks, name_partial_loaders, pack_experts_again, pack_tied_heads
-from roll_modeling.buckets import BucketInfo, read_bucket
 from roll_modeling.engine_experts import ExpertName
 from roll_modeling.engine_weights import ExpertsTensor
+from roll_weight_transports.buckets import BucketInfo, read_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from roll_core.errors import UnsupportedError
 from roll_modeling.architectures import FLAT_ATTENTION
-from roll_modeling.blocked_attention import blocked_attention, usable
+from roll_modeling.kernels import blocked_attention
 from roll_modeling.varlen_attention import Sequences, varlen_kernel
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions
     lengths = how.lengths
     by_scores = bool(how.softcap) or how.sinks_H is not None
     plain = not by_scores and not 0 < how.window < max(lengths) and value.shape[-1] == query.shape[-1]
-    if plain and usable(query, lengths):
-        return blocked_attention(query, key, value, lengths, how.scale)
+    if plain and blocked_attention is not None and blocked_attention.usable(query, lengths):
+        return blocked_attention.blocked_attention(query, key, value, lengths, how.scale)
     if not by_scores and query.device.type != "cpu" and key.shape[1] != query.shape[1]:
         # Only flash-attn has grouped heads on devices. Otherwise torch would write all scores, H × L² of them.
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))

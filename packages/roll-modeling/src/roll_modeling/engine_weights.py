@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from roll_core.spec.weights import Digests, torch_dtype
-from roll_modeling.buckets import BucketInfo, BucketWriter, opening_failure, read_bucket
-from roll_modeling.comparing import compare, compare_adapter, entries, rank_dim, refuse, refuse_adapter
+from roll_weight_transports.buckets import BucketInfo, BucketWriter, opening_failure, read_bucket
+from roll_weight_transports.comparing import compare, compare_adapter, entries, rank_dim, refuse, refuse_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import LoraSpec
     from roll_core.types import WeightManifest
-    from roll_modeling.buckets import Incoming
-    from roll_modeling.comparing import EngineTensor
     from roll_modeling.engine_experts import ExpertLayout, ExpertName
+    from roll_weight_transports.buckets import Incoming
+    from roll_weight_transports.comparing import EngineTensor
 
 Action = Literal["compare", "open", "load", "digest", "compare_adapter", "digest_adapter"]
 """Action of `LoadedModel.act`."""

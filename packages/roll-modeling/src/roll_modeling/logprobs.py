@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from roll_core.errors import CheckpointError, UnsupportedError
-from roll_modeling import elementwise
+from roll_modeling.kernels import elementwise, input_gradient, linear, prefers_onednn, weight_gradient
 from roll_modeling.memory import HOST_MIN_ADDED, head_chunk, kept_tokens, padded_rows
-from roll_modeling.products import input_gradient, linear, prefers_onednn, weight_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -520,8 +519,8 @@ def _entropies(logp_CV: Tensor) -> Tensor:
 
 
 def _compiled(logits_CV: Tensor) -> bool:
-    """True if the kernels of `elementwise` support these logits."""
-    return logits_CV.device.type == "cpu" and elementwise.available()
+    """True if compiled kernels are available for these logits."""
+    return logits_CV.device.type == "cpu" and elementwise is not None and elementwise.available()
 
 
 def _add_product(total_VH: Tensor | None, d_CV: Tensor, hidden_CH: Tensor) -> Tensor:

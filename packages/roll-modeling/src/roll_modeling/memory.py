@@ -49,7 +49,7 @@ KEPT_ELEMENTS = 1 << 28
 KEPT_CHUNKS = 4
 """Maximum chunks kept if `logprob_chunk_tokens` is given. It thus limits all memory of the head."""
 LONGEST_BLOCKED, BLOCK = 512, 64
-"""Same values as in `roll_modeling.blocked_attention`."""
+"""Same values as in `roll_kernels.blocked_attention`."""
 MODEL_CODE_BYTES = 43 << 20
 """Host memory that importing a model's code takes in a worker with its strategy loaded (transformers 5.23)."""
 MOMENT_BYTES = 8

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from roll_core.errors import NonFiniteError, WorkerError
 from roll_core.spec.module_program import move_tensors
-from roll_modeling.rendezvous import open_store
+from roll_weight_transports.rendezvous import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_modeling.extensions import Extension, cache_folder
+from roll_kernels.extensions import Extension, cache_folder
 from roll_platform_sim import settings
 
 if TYPE_CHECKING:

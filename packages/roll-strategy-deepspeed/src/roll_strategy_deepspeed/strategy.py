@@ -16,7 +16,7 @@ from typing_extensions import override
 from roll_core.algorithms.optimizers import adamw
 from roll_core.errors import NonFiniteError, UnsupportedError
 from roll_core.spec.train import StepStats, WantedOutputs
-from roll_modeling.fused import fuse
+from roll_modeling.kernels import fuse
 from roll_modeling.model import check_ties, tied_names
 from roll_modeling.module_passes import ModulePasses
 from roll_modeling.offload import keep_freed_memory, num_bytes

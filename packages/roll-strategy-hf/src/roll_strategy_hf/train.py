@@ -25,7 +25,7 @@ from roll_modeling.checkpoints import (
     write_json,
 )
 from roll_modeling.export import write_model
-from roll_modeling.fused import fuse
+from roll_modeling.kernels import fuse
 from roll_modeling.layout import make_adjacent
 from roll_modeling.offload import host_copies, keep_freed_memory
 from roll_modeling.pending_losses import Batch, PendingLosses, moved_ahead

@@ -42,9 +42,12 @@ print(json.dumps(sorted({{each.partition(".")[0] for each in sys.modules}})))
 """
 
 
+OURS = ("roll_core", "roll_kernels", "roll_modeling", "roll_weight_transports")
+"""Packages of ROLL of which a plugin may import public modules only."""
 PUBLIC = (
     *("roll_core.errors", "roll_core.types", "roll_core.spec", "roll_core.algorithms", "roll_core.data"),
-    *("roll_core.pipelines", "roll_core.host", "roll_core.openmp", "roll_core.field_docs", "roll_modeling"),
+    *("roll_core.pipelines", "roll_core.host", "roll_core.openmp", "roll_core.field_docs"),
+    *("roll_kernels", "roll_modeling", "roll_weight_transports"),
     *("roll_core.http_requests", "roll_core.reward_pool"),
 )
 """Modules of ROLL that plugins may import, with their submodules."""
@@ -173,7 +176,7 @@ def private_imports(module: str, public: tuple[str, ...]) -> list[str]:
                 root = imported.partition(".")[0]
                 if root == package:
                     pending += [each for each in (imported, imported.rpartition(".")[0]) if _is_module(each)]
-                elif root in ("roll_core", "roll_modeling"):
+                elif root in OURS:
                     known = any(f"{imported}.".startswith(f"{allowed}.") for allowed in public)
                     if not known or any(part.startswith("_") for part in imported.split(".")):
                         private.append(f"{name}:{node.lineno} {imported}")

@@ -161,7 +161,7 @@ class WeightTransportConformance(PackagingTests):
     def test_a_torn_bucket_fails_the_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A byte that changes after it was digested must be detected by the receiver's digest.
 
-        Requires a sender that fills buckets by `roll_modeling.bucket_plan.fill`.
+        Requires a sender that fills buckets by `roll_weight_transports.bucket_plan.fill`.
         """
 
         def torn(target: Tensor, source: Tensor) -> str:

@@ -32,8 +32,8 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
-from roll_modeling.bucket_plan import fill, plan_buckets, require_exhausted, views
-from roll_modeling.digests import use_compiled_digests
+from roll_weight_transports.bucket_plan import fill, plan_buckets, require_exhausted, views
+from roll_weight_transports.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
-    from roll_modeling.bucket_plan import Bucket
-    from roll_modeling.rendezvous import HostedStore, RemoteStore
+    from roll_weight_transports.bucket_plan import Bucket
+    from roll_weight_transports.rendezvous import HostedStore, RemoteStore
 
 BUCKET_BYTES = 32 << 20
 """Upper bound of a bucket, unless a tensor is larger: enough to saturate a network."""
@@ -152,7 +152,7 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
     """Sending endpoint; first rank of the process group and host of its store."""
 
     def __init__(self, setup: SenderSetup) -> None:
-        from roll_modeling.rendezvous import HostedStore
+        from roll_weight_transports.rendezvous import HostedStore
 
         super().__init__(setup)
         use_compiled_digests()
@@ -373,7 +373,7 @@ def _gloo_group(store: Store, rank: int, size: int, host: str, deadline: Deadlin
 
 def connect(address: str, within: timedelta) -> RemoteStore:
     """The store of the sender at `address`. Raises `DistError`."""
-    from roll_modeling.rendezvous import RemoteStore
+    from roll_weight_transports.rendezvous import RemoteStore
 
     secret, _, where = address.partition("@")
     host, _, port = where.rpartition(":")

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from roll_core.errors import UnsupportedError, WeightSyncError
 from roll_core.spec.transport import BufferSizes, Route
-from roll_modeling.device_memory import device_memory
+from roll_weight_transports.device_memory import device_memory
 from roll_weight_transports.pool import PooledReceiver, PooledSender, PooledTransport, SharedMemory
 
 if TYPE_CHECKING:

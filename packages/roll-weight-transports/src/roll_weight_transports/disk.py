@@ -31,8 +31,8 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
-from roll_modeling.bucket_plan import fill, plan_buckets, require_exhausted, views
-from roll_modeling.digests import use_compiled_digests
+from roll_weight_transports.bucket_plan import fill, plan_buckets, require_exhausted, views
+from roll_weight_transports.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.transport import Deadline, ReceiverSetup, RoleFacts, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
-    from roll_modeling.bucket_plan import Bucket
+    from roll_weight_transports.bucket_plan import Bucket
 
 BUCKET_BYTES = 64 << 20
 """Upper bound of a bucket, unless a tensor is larger: receivers read one while the next is written."""

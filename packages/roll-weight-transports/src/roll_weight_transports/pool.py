@@ -34,8 +34,8 @@ from roll_core.spec.transport import (
     SenderLostError,
     WeightTransport,
 )
-from roll_modeling.bucket_plan import ALIGNMENT, fill, plan_buckets, require_exhausted, views
-from roll_modeling.digests import use_compiled_digests
+from roll_weight_transports.bucket_plan import ALIGNMENT, fill, plan_buckets, require_exhausted, views
+from roll_weight_transports.digests import use_compiled_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.transport import Deadline, ReceiverSetup, SenderSetup
     from roll_core.types import TensorEntry, WeightManifest
-    from roll_modeling.bucket_plan import Bucket
+    from roll_weight_transports.bucket_plan import Bucket
 
 _MIN_TIMEOUT_S = 1e-3
 """A socket's timeout of 0 would make it non-blocking."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.providers import Provider
 
-OURS = ("roll_core", "roll_modeling")
+OURS = ("roll_core", "roll_kernels", "roll_modeling", "roll_weight_transports")
 CHANGES = "docs/plugin-changes.md"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

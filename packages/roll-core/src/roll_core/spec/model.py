@@ -132,7 +132,7 @@ class MeshInfo:
     """Free port on rank 0's host, the same for all ranks; 0 if `world_size` is 1."""
     secret: str = field(default="", compare=False, repr=False)
     """Secret that only the ranks of the role know; empty if no run started them, as in tests. With it,
-    `roll_modeling.rendezvous.open_store` opens the store that `init_process_group` needs."""
+    `roll_weight_transports.rendezvous.open_store` opens the store that `init_process_group` needs."""
     num_slots: int = 1
     """Slots of this worker (`num_gpus_per_worker`)."""
     num_threads: int = 0

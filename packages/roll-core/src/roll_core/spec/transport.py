@@ -5,8 +5,8 @@
     infer rank    ReceiverEndpoint.receive(manifest, deadline) -> (name, tensor), ... -> InferStrategy.update_weights
 
 A transport moves bytes and reports lost endpoints. The runtime computes digests and compares receipts, so every
-transport is verified in the same way. `roll_modeling.bucket_plan` lays tensors out in buckets and digests them while
-copying.
+transport is verified in the same way. `roll_weight_transports.bucket_plan` lays tensors out in buckets and digests
+them while copying.
 
 Endpoints are reused by later publishes, so that memory stays allocated and connections stay open. If an endpoint fails,
 it is closed, and the next publish opens a new one.

@@ -253,7 +253,7 @@ _leaves_of: Callable[[Bytes, Bytes | None], bytes] = leaves_of
 
 def set_leaf_function(function: Callable[[Bytes, Bytes | None], bytes]) -> None:
     """Replace `leaves_of` in this process by an equivalent `function`, such as the compiled one in
-    `roll_modeling.digests`. Several threads call it concurrently."""
+    `roll_weight_transports.digests`. Several threads call it concurrently."""
     global _leaves_of
     _leaves_of = function
 

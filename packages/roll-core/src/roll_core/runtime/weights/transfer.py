@@ -134,7 +134,7 @@ class WeightSender:
             raise ContractError(
                 f"{self._role} rank {self._rank}: weight transport {plan.transport.name} returned digest"
                 f" {sent[0].digest} of {sent[0].name}, but the manifest names {self._described[1][0].digest or 'XXH3'}:"
-                " digest with `like=entry.digest`, as `roll_modeling.bucket_plan.fill` does"
+                " digest with `like=entry.digest`, as `roll_weight_transports.bucket_plan.fill` does"
             )
         return SendOutcome(manifest=WeightManifest(version=plan.version, tensors=tuple(sent)))
 

@@ -24,7 +24,7 @@ from roll_core.spec.transport import (
     SenderSetup,
     WeightTransport,
 )
-from roll_modeling.bucket_plan import fill, plan_buckets, require_exhausted, views
+from roll_weight_transports.bucket_plan import fill, plan_buckets, require_exhausted, views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -3,9 +3,9 @@
 They are norms, gated activations, rotary embeddings and linear layers.
 
 On a CPU a layer's element-wise work costs up to a third of its GEMMs, because every operation goes through memory.
-Compiled kernels do it in one pass (`elementwise`). Without a C++ compiler, torch operations work on blocks of rows that
-stay in a core's cache, in float32 only. Cheap intermediate results are recomputed instead of kept. A module is replaced
-only if a trial shows that the replacement gives the module's own results.
+Compiled kernels do it in one pass (`elementwise`). Cheap intermediate results are recomputed instead of kept. Without a
+C++ compiler, only linear layers are replaced. A module is replaced only if a trial shows that the replacement gives the
+module's own results.
 
 Shapes: N rows, D their size; T flat tokens, H heads, I intermediate size.
 """
@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from roll_modeling import elementwise
-from roll_modeling.architectures import CACHE_PARAMETERS
-from roll_modeling.products import ONEDNN_MIN_PRODUCTS, Linear, prefers_onednn
+from roll_kernels import elementwise
+from roll_kernels.products import ONEDNN_MIN_PRODUCTS, Linear, prefers_onednn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -33,14 +32,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BLOCK_ELEMENTS = 1 << 16
-"""Elements of one operand's block: 256 KiB in float32, so that four operands fit a core's second-level cache."""
-
-
 TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2**-7, 2**-9)}
 """Relative tolerance, and absolute tolerance as a share of the largest value: a few roundings."""
 ROTARY = "apply_rotary_pos_emb"
 """Name of the rotary embedding's function in transformers' model files."""
+CACHE_BEFORE_5_24 = "past_key_values"
+"""Parameter of a `forward` that took the cache before transformers 5.24."""
 RENAMING = "transformers.utils.deprecation"
 """Module of the wrapper with which a `forward` also takes arguments by the names of older transformers."""
 LEAST_WEIGHTS = 1 << 12
@@ -48,7 +45,7 @@ LEAST_WEIGHTS = 1 << 12
 
 
 def fuse(model: nn.Module) -> int:
-    """Replace modules of a model on the host, for bfloat16 only with compiled kernels.
+    """Replace modules of a model on the host. bfloat16 requires compiled kernels.
 
     Returns the number of replaced modules.
     """
@@ -58,12 +55,14 @@ def fuse(model: nn.Module) -> int:
     if parameter.device.type != "cpu" or parameter.dtype not in dtypes:
         return 0
     dtype = parameter.dtype
-    return sum(_replace(module, dtype) or (compiled and _replace_rotary(module, dtype)) for module in model.modules())
+    return sum(
+        _replace(module, dtype, compiled) or (compiled and _replace_rotary(module, dtype)) for module in model.modules()
+    )
 
 
 @torch.no_grad()
-def _replace(module: Any, model_dtype: torch.dtype) -> bool:
-    replacement = _rms_norm_of(module) or _gated_mlp_of(module) or _linear_of(module)
+def _replace(module: Any, model_dtype: torch.dtype, compiled: bool) -> bool:
+    replacement = (compiled and (_rms_norm_of(module) or _gated_mlp_of(module))) or _linear_of(module)
     if replacement is None or "forward" in vars(module):
         return False
     size, forward = replacement
@@ -111,7 +110,7 @@ def _replace_rotary(module: Any, model_dtype: torch.dtype) -> bool:
     own.__kwdefaults__ = forward.__kwdefaults__
 
     def renamed(self: Any, *args: Any, **named: Any) -> Any:
-        return (whole if CACHE_PARAMETERS[1] in named else own)(self, *args, **named)
+        return (whole if CACHE_BEFORE_5_24 in named else own)(self, *args, **named)
 
     module.forward = MethodType(own if forward is whole else renamed, module)
     return True
@@ -174,16 +173,15 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         x_ND = x.reshape(-1, x.shape[-1]).contiguous()
-        norm = elementwise.norm if elementwise.available() else blocked_norm
-        y_ND, scales_N = norm(x_ND, weight_D, epsilon)
+        y_ND, scales_N = elementwise.norm(x_ND, weight_D, epsilon)
         ctx.save_for_backward(x_ND, weight_D, scales_N)
         return y_ND.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_D, scales_N = ctx.saved_tensors
-        backward = elementwise.norm_backward if elementwise.available() else blocked_norm_backward
-        dx_ND, dw_D = backward(x_ND, weight_D, scales_N, grads[0].reshape(x_ND.shape).contiguous())
+        dy_ND = grads[0].reshape(x_ND.shape).contiguous()
+        dx_ND, dw_D = elementwise.norm_backward(x_ND, weight_D, scales_N, dy_ND)
         return dx_ND.view(grads[0].shape), dw_D, None
 
 
@@ -212,77 +210,11 @@ class _SwiGLU(torch.autograd.Function):
         size = gate.shape[-1]
         gate_NI, up_NI = gate.reshape(-1, size).contiguous(), up.reshape(-1, size).contiguous()
         ctx.save_for_backward(gate_NI, up_NI)
-        compute = elementwise.gate if elementwise.available() else blocked_gate
-        return compute(gate_NI, up_NI).view(gate.shape)
+        return elementwise.gate(gate_NI, up_NI).view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_NI, up_NI = ctx.saved_tensors
         dy_NI = grads[0].reshape(gate_NI.shape).contiguous()
-        if elementwise.available():
-            elementwise.gate_backward_(gate_NI, up_NI, dy_NI)
-            dgate_NI, dup_NI = gate_NI, up_NI
-        else:
-            dgate_NI, dup_NI = blocked_gate_backward(gate_NI, up_NI, dy_NI)
-        return dgate_NI.view(grads[0].shape), dup_NI.view(grads[0].shape)
-
-
-# -- without a compiler, in float32 ------------------------------------------------------------------------------------
-
-
-def blocked_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Same as `elementwise.norm`, for float32."""
-    size = x_ND.shape[-1]
-    y_ND, scales_N = torch.empty_like(x_ND), x_ND.new_empty(len(x_ND))
-    for rows in _blocks(len(x_ND), size):
-        x_BD, y_BD, scale_B1 = x_ND[rows], y_ND[rows], scales_N[rows, None]
-        torch.linalg.vector_norm(x_BD, dim=-1, keepdim=True, out=scale_B1)
-        scale_B1.square_().div_(size).add_(epsilon).rsqrt_()
-        torch.mul(x_BD, scale_B1, out=y_BD).mul_(weight_D)
-    return y_ND, scales_N
-
-
-def blocked_norm_backward(x_ND: Tensor, weight_D: Tensor, scales_N: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Same as `elementwise.norm_backward`, for float32.
-
-    With n = x * r: dw = sum(dy * n), dx = r * (dy * w - n * mean(dy * w * n)).
-    """
-    size = x_ND.shape[-1]
-    dx_ND, dw_D = torch.empty_like(x_ND), torch.zeros_like(weight_D)
-    step = max(1, BLOCK_ELEMENTS // size)
-    normal, product = x_ND.new_empty(step, size), x_ND.new_empty(step, size)
-    for rows in _blocks(len(x_ND), size):
-        dy_BD, dx_BD, scale_B1 = dy_ND[rows], dx_ND[rows], scales_N[rows, None]
-        n_BD = torch.mul(x_ND[rows], scale_B1, out=normal[: len(dy_BD)])
-        dyn_BD = torch.mul(dy_BD, n_BD, out=product[: len(dy_BD)])
-        dw_D += dyn_BD.sum(dim=0)
-        mean_B1 = torch.mv(dyn_BD, weight_D).div_(size)[:, None]
-        torch.mul(dy_BD, weight_D, out=dx_BD)
-        dx_BD.addcmul_(n_BD, mean_B1, value=-1.0).mul_(scale_B1)
-    return dx_ND, dw_D
-
-
-def blocked_gate(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """Same as `elementwise.gate`, for float32."""
-    y_NI = torch.empty_like(gate_NI)
-    for rows in _blocks(*gate_NI.shape):
-        torch.ops.aten.silu.out(gate_NI[rows], out=y_NI[rows]).mul_(up_NI[rows])
-    return y_NI
-
-
-def blocked_gate_backward(gate_NI: Tensor, up_NI: Tensor, dy_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """Same as `elementwise.gate_backward_`, for float32, but returns the gradients in new tensors."""
-    size = gate_NI.shape[-1]
-    dgate_NI, dup_NI = torch.empty_like(gate_NI), torch.empty_like(up_NI)
-    scratch = gate_NI.new_empty(max(1, BLOCK_ELEMENTS // size), size)
-    for rows in _blocks(len(gate_NI), size):
-        gate_BI, dy_BI = gate_NI[rows], dy_NI[rows]
-        torch.ops.aten.silu.out(gate_BI, out=dup_NI[rows]).mul_(dy_BI)
-        dsilu_BI = torch.mul(dy_BI, up_NI[rows], out=scratch[: len(dy_BI)])
-        torch.ops.aten.silu_backward.grad_input(dsilu_BI, gate_BI, grad_input=dgate_NI[rows])
-    return dgate_NI, dup_NI
-
-
-def _blocks(num_rows: int, size: int) -> Iterator[slice]:
-    step = max(1, BLOCK_ELEMENTS // size)
-    return (slice(start, start + step) for start in range(0, num_rows, step))
+        elementwise.gate_backward_(gate_NI, up_NI, dy_NI)
+        return gate_NI.view(grads[0].shape), up_NI.view(grads[0].shape)

@@ -174,7 +174,7 @@ class Extension:
         env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the extension may be the backend that torch would load
         if self.has_cuda_sources:
             env |= _gpu_environment(self.name)
-        command = [sys.executable, "-m", "roll_modeling.extensions", json.dumps(task)]
+        command = [sys.executable, "-m", "roll_kernels.extensions", json.dumps(task)]
         try:
             done = subprocess.run(
                 command,

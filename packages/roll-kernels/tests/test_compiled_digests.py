@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from roll_core.errors import ExtensionError
 from roll_core.spec import weights
 from roll_core.spec.weights import CHUNK_BYTES, copy_digested, digest, leaves_of, set_leaf_function
-from roll_modeling import digests
+from roll_kernels import digests
+from roll_weight_transports.digests import use_compiled_digests
 
 GUARD = 64
 EDGES = [0, 1, 63, 64, 65, 240, 241, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049]
@@ -20,7 +21,7 @@ EDGES = [0, 1, 63, 64, 65, 240, 241, 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2
 
 @pytest.fixture
 def compiled():
-    assert digests.use_compiled_digests()
+    assert use_compiled_digests()
     set_leaf_function(digests.compiled_leaves_of)
     yield
     set_leaf_function(leaves_of)
@@ -73,16 +74,16 @@ def test_digests_are_the_same_with_and_without_it(compiled, num_threads):
 def test_without_a_compiler_digests_take_a_pass_of_their_own(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     digests.library.cache_clear()
-    digests.use_compiled_digests.cache_clear()
+    use_compiled_digests.cache_clear()
     before = weights._leaves_of
     try:
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
         monkeypatch.setenv("CXX", "/no/such/compiler")
-        assert not digests.use_compiled_digests()
+        assert not use_compiled_digests()
         assert "/no/such/compiler" in caplog.text
         with pytest.raises(ExtensionError):
             digests.compiled_leaves_of(np.zeros(1000, np.uint8), np.zeros(1000, np.uint8))
         assert weights._leaves_of is before
     finally:
         digests.library.cache_clear()
-        digests.use_compiled_digests.cache_clear()
+        use_compiled_digests.cache_clear()

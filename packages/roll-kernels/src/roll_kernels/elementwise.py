@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll_core.errors import ExtensionError
-from roll_modeling.extensions import Extension, declare
+from roll_kernels.extensions import Extension, declare
 
 if TYPE_CHECKING:
     from torch import Tensor

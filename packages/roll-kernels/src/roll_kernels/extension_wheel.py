@@ -1,7 +1,7 @@
 """Compiles extensions when a wheel is built, as a build hook of hatchling.
 
     [build-system]
-    requires = ["hatchling>=1.27", "roll-modeling"]
+    requires = ["hatchling>=1.27", "roll-kernels"]
 
     [tool.hatch.build.targets.wheel.hooks.roll-extensions]
     extensions = ["acme.kernels:FAST"]
@@ -26,7 +26,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from roll_modeling.extensions import Extension
+    from roll_kernels.extensions import Extension
 
 SWITCH = "BUILD_EXT"
 

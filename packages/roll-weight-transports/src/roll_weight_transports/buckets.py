@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, RollError, UnexpectedTensorError
-from roll_modeling.device_memory import device_memory
+from roll_weight_transports.device_memory import device_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

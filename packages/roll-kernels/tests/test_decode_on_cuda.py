@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from roll_core.errors import ExtensionError
-from roll_infer_hf.kernels import decode
-from roll_infer_hf.kernels.decode import CUDA_EXTENSION, DecodeKernels
-from roll_modeling import extensions
+from roll_kernels import decode, extensions
+from roll_kernels.decode import CUDA_EXTENSION, DecodeKernels
 from roll_testing.errors import raises_error
 
 SOURCE = Path(decode.__file__).with_name("decode.cu")
@@ -48,7 +47,7 @@ def kernels(computed, monkeypatch):
     monkeypatch.setattr(
         decode, "cuda_library", lambda: extensions.declare(computed, decode.functions(cuda=True), result=ctypes.c_int)
     )
-    monkeypatch.setattr(decode, "select_device", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     monkeypatch.setattr(decode, "current_stream", lambda device: None)
     return make
 
@@ -59,11 +58,11 @@ def near(found, expected):
 
 def test_kernels_launch_on_the_device_of_their_tensors(kernels, monkeypatch):
     selected = []
-    monkeypatch.setattr(decode, "select_device", selected.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", selected.append)
     monkeypatch.setattr(decode, "current_stream", lambda device: selected.append((device, "stream")))
     for each in kernels(torch.float32):
         each.begin(torch.empty(1, 2, 1, 16), torch.zeros(1, dtype=torch.int64))
-    assert selected == [torch.device("cuda"), (torch.device("cuda"), "stream")]
+    assert selected == [0, (torch.device("cuda"), "stream")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

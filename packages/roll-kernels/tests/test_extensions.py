@@ -10,8 +10,8 @@ import torch
 from filelock import FileLock
 
 from roll_core.errors import ExtensionError
-from roll_modeling import extensions
-from roll_modeling.extensions import Extension
+from roll_kernels import extensions
+from roll_kernels.extensions import Extension
 from roll_testing.errors import raises_error
 
 HOLDER = """
@@ -24,7 +24,7 @@ time.sleep(60)
 BUILDER = """
 import sys, time
 from pathlib import Path
-from roll_modeling.extensions import Extension
+from roll_kernels.extensions import Extension
 
 def compile(made, folder):
     time.sleep(0.5)

@@ -7,19 +7,15 @@ equal digests at about the cost of the copy.
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_core.errors import ExtensionError
-from roll_core.spec.weights import CHUNK_BYTES, leaves_of, set_leaf_function
-from roll_modeling.extensions import Extension, declare
+from roll_core.spec.weights import CHUNK_BYTES, leaves_of
+from roll_kernels.extensions import Extension, declare
 
 if TYPE_CHECKING:
     from roll_core.spec.weights import Bytes
-
-log = logging.getLogger(__name__)
 
 EXTENSION = Extension(name="roll_digests", sources=(Path(__file__).with_name("digests.cpp"),), native=True)
 SHORTEST_BYTES = 241
@@ -43,15 +39,3 @@ def compiled_leaves_of(held: Bytes, source: Bytes | None) -> bytes:
     leaves = ctypes.create_string_buffer(-(-whole // CHUNK_BYTES) * LEAF_BYTES)
     library().roll_copy_leaves(held.ctypes.data, source.ctypes.data, whole, CHUNK_BYTES, leaves)
     return leaves.raw + leaves_of(held[whole:], source[whole:])
-
-
-@lru_cache(maxsize=1)
-def use_compiled_digests() -> bool:
-    """Make this process compute leaves with the kernel, compiling it if necessary; False if it is unavailable."""
-    try:
-        library()
-    except ExtensionError as error:
-        log.info("digests are computed in a separate, slower pass, because the kernel is unavailable: %s", error)
-        return False
-    set_leaf_function(compiled_leaves_of)
-    return True

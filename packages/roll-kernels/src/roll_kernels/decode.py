@@ -8,7 +8,6 @@ N rows    C hidden size    H query heads    K key/value heads    D head size    
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import ExtensionError
-from roll_modeling.elementwise import CFLAGS, HEADER
-from roll_modeling.extensions import Extension, declare
-from roll_modeling.process_group import select_device
+from roll_kernels.elementwise import CFLAGS, DTYPES, HEADER
+from roll_kernels.extensions import Extension, declare
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-log = logging.getLogger(__name__)
+__all__ = ["CUDA_EXTENSION", "DTYPES", "EXTENSION", "DecodeKernels", "cuda_library", "functions", "library"]
 
 EXTENSION = Extension(
     name="roll_decode",
@@ -128,7 +126,7 @@ class DecodeKernels:
             self._attend_queue: tuple[int | None, ...] = ()
         else:
             # The runtime launches on the thread's current device, and refuses the stream of another one.
-            select_device(self._device)
+            torch.accelerator.set_device_index(self._device.index or 0)
             self._queue = current_stream(self._device)
             self._attend_queue = (self._queue,)
 

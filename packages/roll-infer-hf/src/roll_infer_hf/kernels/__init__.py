@@ -1,1 +1,0 @@
-"""Compiled decoding kernels of the embedded engine, for CPUs and NVIDIA GPUs."""
