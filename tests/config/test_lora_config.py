@@ -218,7 +218,7 @@ def test_4_bits_are_refused_without_a_strategy_or_a_library_for_them(read, monke
         with raises_error("ROLL-C017", name, "hf_train", "fsdp2_train", key=at):
             read(SFT.replace("hf_train", name), f"{at}=true")
         read(SFT.replace("hf_train", name), f"{at}=true", "sft_train.model_args.lora_rank=0")
-    with raises_error("ROLL-C014", "load_in_4bit", "lora_target", key="sft_train.model_args"):
+    with raises_error("ROLL-C014", "lora_target", key=at):
         read(SFT, f"{at}=true", "sft_train.model_args.lora_target=null")
     with raises_error("ROLL-C014", "load_in_4bit", "use_dora", key="sft_train.model_args"):
         read(SFT, f"{at}=true", "sft_train.model_args.use_dora=true")

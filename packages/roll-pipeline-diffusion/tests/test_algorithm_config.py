@@ -69,7 +69,7 @@ def test_bound_options_include_defaults():
         ({"sampler": "ode"}, "sampler"),
         ({"objective": "distill", "sampler": "ode"}, "sampler"),
         ({"advantage_options": {"std": "batch"}}, "advantage_options.std"),
-        ({"objective_options": {"variant": "dppo", "clip": 0.1}}, "objective_options"),
+        ({"objective_options": {"variant": "dppo", "clip": 0.1}}, "objective_options.clip"),
         ({"objective_options": {"variant": "guard"}, "logprob_reduction": "sum"}, "objective_options.variant"),
         ({"num_inference_steps": 1}, "num_inference_steps"),
         ({"objective": "refl", "objective_options": {"grad_steps": 11}}, "objective_options.grad_steps"),
@@ -77,7 +77,7 @@ def test_bound_options_include_defaults():
             {"objective": "refl", "objective_options": {"stop": "uniform", "stop_range": [5, 11]}},
             "objective_options.stop_range",
         ),
-        ({"objective": "refl", "objective_options": {"stop_range": [5, 9]}}, "objective_options"),
+        ({"objective": "refl", "objective_options": {"stop_range": [5, 9]}}, "objective_options.stop_range"),
         ({"objective": "refl", "objective_options": {"lv_samples": 1, "predict": "sample"}}, "objective_options"),
         (
             {"objective": "refl", "objective_options": {"min_timestep_boundary": 0.9}},

@@ -95,7 +95,7 @@ def test_a_config_is_accepted(text, overrides):
         (GRPO, ["sampler=ode"], "sampler"),
         (GRPO, ["objective_options={kl_coef: 0.04}"], ""),  # a reference without adapters
         (GRPO, ["objective=nft", "objective_options={kl_coef: 0.0}"], ""),  # no moving average
-        (GRPO, ["ema_ramp=0.001"], ""),
+        (GRPO, ["ema_ramp=0.001"], "ema_ramp"),
         (GRPO, ["ema_decay=0.5", "portable_checkpoints=true"], ""),
         (GRPO, ["objective=distill"], ""),  # no teacher
         (GRPO, ["teacher={strategy_args: {strategy_name: hf_infer}}"], ""),

@@ -17,13 +17,21 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 from typing_extensions import override
 
 from roll_core.errors import ContractError
 from roll_core.field_docs import document_fields
 from roll_core.spec.algorithms import signature_schema
-from roll_core.spec.config import Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from roll_core.spec.config import (
+    Config,
+    Fraction,
+    Needs,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    invalid,
+)
 from roll_pipeline_diffusion.schedules import DynamicShift, SigmaSchedule
 from roll_pipeline_diffusion.windows import checked_window
 
@@ -163,8 +171,8 @@ class ReflOptions(TimeOptions):
     """Number K of steps with gradients, up to the one at which the trajectory stops. Earlier steps have none."""
     stop: Literal["last", "uniform"] = "last"
     """Stop at the last step, or at a uniformly random step of `stop_range` (ReFL, arXiv:2304.05977)."""
-    stop_range: StepRange | None = None
-    """Range [low, high) of steps, counted from 0, of `stop: uniform`. Default: the second half of the schedule."""
+    stop_range: Annotated[StepRange | None, Needs("stop", values=frozenset({"uniform"}), strict=True)] = None
+    """Range [low, high) of steps, counted from 0. Default: the second half of the schedule."""
     predict: Literal["x0", "sample"] = "x0"
     """Latents that are decoded: the prediction of sigma 0 from the last step, or the next sample, which is noisy unless
     `stop` is `last` (ROLL)."""
@@ -193,8 +201,6 @@ class ReflOptions(TimeOptions):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> ReflOptions:
-        if self.stop == "last" and self.stop_range is not None:
-            raise ValueError("stop_range is not read with stop last: set stop to uniform, or remove stop_range")
         if self.stop_range is not None and self.stop_range[0] >= self.stop_range[1]:
             raise ValueError(f"stop_range {self.stop_range} is empty, expected [low, high) with low < high")
         if self.min_timestep_boundary >= self.max_timestep_boundary:
@@ -218,7 +224,7 @@ class FlowGRPOOptions(ObjectiveOptions):
     """Trust region. `clip`: PPO's clip of the ratio. `guard`: GRPO-Guard (arXiv:2510.22319), the ratio without its
     bias and scaled by the step's std. `dppo`: Flow-DPPO (arXiv:2606.11025), no clip, but no gradient where the ratio
     has moved away from 1 and the transition's KL is at least `kl_mask_threshold`."""
-    clip: PositiveFloat | None = None
+    clip: Annotated[PositiveFloat | None, Needs("variant", values=frozenset({"clip", "guard"}), strict=True)] = None
     """Clip of the ratio to 1 ± this value.
 
     It depends on `logprob_reduction`. With `mean` over d dimensions ratios differ from 1 by about 1e-4, and the default
@@ -239,12 +245,6 @@ class FlowGRPOOptions(ObjectiveOptions):
     @override
     def uses_reference(self) -> bool:
         return self.kl_coef > 0
-
-    @model_validator(mode="after")
-    def _variant_reads_clip(self) -> FlowGRPOOptions:
-        if self.variant == "dppo" and self.clip is not None:
-            raise ValueError("variant dppo has no clip: set kl_mask_threshold")
-        return self
 
 
 class NFTOptions(TimeOptions):
@@ -335,13 +335,6 @@ INPUTS = frozenset({"samples", "steps", "advantages", "score", "data", "pairs", 
 """All inputs of objectives, see `BuiltInObjective.inputs`."""
 USER_INPUTS = frozenset({"samples", "steps", "advantages"})
 """Inputs of an objective of the user without an attribute `inputs`."""
-READERS: Mapping[str, frozenset[str]] = {
-    "sampler": frozenset({"steps", "score"}),
-    "logprob_reduction": frozenset({"steps"}),
-    "window": frozenset({"steps"}),
-    "advantage": frozenset({"advantages"}),
-}
-"""Inputs of objectives with which a key, and the key of its options, have an effect."""
 REGISTRIES: Mapping[str, Mapping[str, BuiltIn]] = {
     "sampler": SAMPLERS,
     "window": WINDOWS,
@@ -400,10 +393,7 @@ def options_of(key: str, name: str) -> type[Config]:
         raise ContractError(f"{name} {error}") from error
 
 
-def invalid(message: str, value: Any, *path: str) -> ValidationError:
-    """Error at a key within the field, or the schema, that is validated."""
-    problem = PydanticCustomError("value_error", "{message}", {"message": message})  # braces in the message are text
-    return ValidationError.from_exception_data("options", [InitErrorDetails(type=problem, loc=path, input=value)])
+OTHER = "set another objective"
 
 
 class FlowAlgorithmConfig(Config):
@@ -418,26 +408,32 @@ class FlowAlgorithmConfig(Config):
     guidance_scale: NonNegativeFloat = 1.0
     """Scale g of classifier-free guidance: `v = v_uncond + g · (v_cond - v_uncond)`. With 1 there is none, and the
     model is called once per step instead of twice. Also in the training of `refl`, `flow_grpo` and `distill`."""
-    logprob_reduction: LogprobReduction = "mean"
+    logprob_reduction: Annotated[LogprobReduction, Needs("reads_logprobs", strict=True, remedy=OTHER)] = "mean"
     """Reduction over dimensions of a step's logprob and KL. `mean` as in Flow-GRPO; `sum` is the logprob itself. The
     clip depends on it: see `objective_options.clip`."""
     objective: str = "flow_grpo"
     """`refl`, `flow_grpo`, `nft`, `diffusion_dpo`, `flow_matching`, `distill`, or `my_module:function`."""
     objective_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the objective."""
-    sampler: str | None = None
+    sampler: Annotated[str | None, Needs("reads_sampler", strict=True, remedy=OTHER)] = None
     """`ode`, `sde`, `dance`, `cps`, or `my_module:function`. Default: `sde` for objectives that train on steps,
     otherwise `ode`."""
-    sampler_options: dict[str, Any] = Field(default_factory=dict)
+    sampler_options: Annotated[dict[str, Any], Needs("reads_sampler", strict=True, remedy=OTHER)] = Field(
+        default_factory=dict
+    )
     """Options of the sampler."""
-    window: str = "all"
+    window: Annotated[str, Needs("reads_window", strict=True, remedy=OTHER)] = "all"
     """Trained steps, which have the sampler's noise: `all`, `random`, `progressive`, or `my_module:function`. Other
     steps follow the ODE."""
-    window_options: dict[str, Any] = Field(default_factory=dict)
+    window_options: Annotated[dict[str, Any], Needs("reads_window", strict=True, remedy=OTHER)] = Field(
+        default_factory=dict
+    )
     """Options of the window."""
-    advantage: str = "group"
+    advantage: Annotated[str, Needs("reads_advantages", strict=True, remedy=OTHER)] = "group"
     """`group`, or `my_module:function`."""
-    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    advantage_options: Annotated[dict[str, Any], Needs("reads_advantages", strict=True, remedy=OTHER)] = Field(
+        default_factory=dict
+    )
     """Options of the advantage."""
 
     @field_validator("objective", "sampler", "window", "advantage")
@@ -496,16 +492,7 @@ class FlowAlgorithmConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _keys_have_an_effect(self) -> FlowAlgorithmConfig:
-        fields, built_in = FlowAlgorithmConfig.model_fields, self.objective in OBJECTIVES
-        for key, inputs in READERS.items():
-            if inputs & self.objective_inputs or (key in ("sampler", "logprob_reduction") and not built_in):
-                continue  # an objective of the user has them in its setup
-            for name in [field for field in (key, f"{key}_options") if field in fields]:
-                value = getattr(self, name)
-                if value != fields[name].get_default(call_default_factory=True):
-                    message = f"found {value}, but objective {self.objective} reads no {key}: remove it"
-                    raise invalid(message, value, name)
+    def _one_shift(self) -> FlowAlgorithmConfig:
         if self.dynamic_shift and self.shift != 1:
             message = f"found {self.shift:g}, but dynamic_shift computes the shift: remove one of them"
             raise invalid(message, self.shift, "shift")
@@ -540,6 +527,26 @@ class FlowAlgorithmConfig(Config):
         options = self.objective_settings
         with_data = isinstance(options, ReflOptions) and options.pretrain_loss_coef > 0
         return provider.inputs | {"data"} if with_data else provider.inputs
+
+    @property
+    def reads_logprobs(self) -> bool:
+        """True if the objective reads logprobs of steps. One of the user may read them from its setup."""
+        return "steps" in self.objective_inputs or self.objective not in OBJECTIVES
+
+    @property
+    def reads_sampler(self) -> bool:
+        """True if the objective samples, or may read the sampler from its setup."""
+        return self.reads_logprobs or "score" in self.objective_inputs
+
+    @property
+    def reads_window(self) -> bool:
+        """True if the objective trains on steps."""
+        return "steps" in self.objective_inputs
+
+    @property
+    def reads_advantages(self) -> bool:
+        """True if the objective reads advantages."""
+        return "advantages" in self.objective_inputs
 
     @property
     def uses_reference(self) -> bool:

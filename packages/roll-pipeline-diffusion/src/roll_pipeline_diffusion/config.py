@@ -13,14 +13,17 @@ from roll_core.spec.config import (
     Config,
     DataArguments,
     Dtype,
+    Needs,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     Rewards,
     RunConfig,
     ScoreWorkerConfig,
     TrainWorkerConfig,
+    invalid,
 )
-from roll_pipeline_diffusion.algorithm_config import FlowAlgorithmConfig, NFTOptions, invalid
+from roll_pipeline_diffusion.algorithm_config import FlowAlgorithmConfig, NFTOptions
 from roll_pipeline_diffusion.models.description import describe_args
 from roll_pipeline_diffusion.rewards.config import ImageRewardConfig
 
@@ -73,7 +76,7 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
     """Width of images in pixels."""
     num_frames: PositiveInt | None = None
     """Frames of a video. Default: images."""
-    negative_prompt: str = ""
+    negative_prompt: Annotated[str, Needs("needs_unconditional", strict=True, remedy="set guidance_scale")] = ""
     """Prompt of the unconditional velocity in classifier-free guidance. Not read for rows with columns `uncond`."""
     prompt_encoder: Literal["pipeline", "words"] = "pipeline"
     """Conditioning of rows without columns `cond`. `pipeline`: the text encoders in the model's directory. `words`: a
@@ -95,7 +98,7 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
 
     `objective: nft` samples with it, and moves it once per batch, after the last optimizer step. Default: none.
     """
-    ema_ramp: Annotated[float, Field(gt=0)] | None = None
+    ema_ramp: Annotated[PositiveFloat | None, Needs("ema_decay", strict=True)] = None
     """Decay after optimizer step t: at most `ema_ramp × t`. DiffusionNFT: 0.001 up to a decay of 0.5."""
     image_column: str = "image"
     """Column with the images of `objective: flow_matching`: file names relative to the data file, or latents."""
@@ -162,13 +165,6 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _negative_prompt_is_read(self) -> RewardFlowConfig:
-        if self.negative_prompt and not self.needs_unconditional:
-            message = "not read, because guidance_scale is 1: remove it, or set guidance_scale"
-            raise invalid(message, self.negative_prompt, "negative_prompt")
-        return self
-
-    @model_validator(mode="after")
     def _batches_are_whole(self) -> RewardFlowConfig:
         if not self.samples_images:
             return self
@@ -201,8 +197,6 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
         for key, needed in averages.items():
             if needed and self.ema_decay is None:
                 raise ValueError(f"{key} reads the moving average of the weights: set ema_decay, for example 0.5")
-        if self.ema_ramp is not None and self.ema_decay is None:
-            raise ValueError("ema_ramp has no effect without ema_decay")
         if self.ema_decay is not None and self.portable_checkpoints:
             raise ValueError(
                 "portable_checkpoints contain no moving average, which a resumed run needs: remove one of"

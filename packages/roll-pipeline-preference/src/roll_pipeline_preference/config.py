@@ -11,6 +11,7 @@ from roll_core.spec.config import (
     DataArguments,
     Fraction,
     InferWorkerConfig,
+    Needs,
     NonNegativeFloat,
     PositiveFloat,
     RewardRunConfig,
@@ -54,14 +55,7 @@ DIVERGENT: frozenset[str] = frozenset(
     {"sigmoid", "sigmoid_norm", "robust", "ipo", "ipo_sum", "hinge", "exo_pair", "discopop"}
 )
 """Losses with `f_divergence_type`."""
-OPTIONS_OF: Mapping[str, frozenset[str]] = {
-    "simpo_gamma": frozenset({"simpo"}),
-    "discopop_tau": frozenset({"discopop"}),
-    "orpo_max_mean_logprob": frozenset({"orpo"}),
-    "desirable_weight": frozenset(get_args(LabelledLoss)),
-    "undesirable_weight": frozenset(get_args(LabelledLoss)),
-}
-"""Losses that read an option."""
+LABELLED: frozenset[str] = frozenset(get_args(LabelledLoss))
 OTHER_NAMES: Mapping[str, str] = {
     "dpo": "sigmoid",
     "cdpo": "sigmoid, with label_smoothing",
@@ -107,10 +101,10 @@ class PreferenceConfig(RewardRunConfig):
     """Weight of each loss of `loss_type`. Default: 1."""
     beta: PositiveFloat = 0.1
     """Inverse temperature of the implicit reward: higher values keep the policy closer to the reference."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Needs("loss_type", values=SMOOTHED, strict=True)] = 0.0
     """Assumed fraction of pairs whose responses are swapped.
 
-    It turns `sigmoid` into cDPO. Also for sigmoid_norm, robust, exo_pair, simpo and cpo.
+    It turns `sigmoid` into cDPO.
     """
     reference_free: bool = False
     """Compare with a uniform reference: log-ratios are the policy's logprobs. Not SimPO, which averages over tokens."""
@@ -122,10 +116,16 @@ class PreferenceConfig(RewardRunConfig):
     """
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     """Divergence from the reference that regularises the policy (f-DPO, arXiv:2309.16240)."""
-    f_alpha_divergence_coef: float = 0.5
-    """Alpha of `f_divergence_type: alpha_divergence`, as in TRL: 1 minus the paper's. 1 is reverse_kl, 0 forward_kl."""
-    f_divergence_max_exponent: Annotated[float, Field(gt=0, le=80)] = 80.0
-    """Largest exponent in `forward_kl` and `alpha_divergence`; float32 overflows above 88."""
+    f_alpha_divergence_coef: Annotated[
+        float, Needs("f_divergence_type", values=frozenset({"alpha_divergence"}), strict=True)
+    ] = 0.5
+    """Alpha, as in TRL: 1 minus the paper's. 1 is reverse_kl, 0 forward_kl."""
+    f_divergence_max_exponent: Annotated[
+        float,
+        Field(gt=0, le=80),
+        Needs("f_divergence_type", values=frozenset({"forward_kl", "alpha_divergence"}), strict=True),
+    ] = 80.0
+    """Largest exponent; float32 overflows above 88."""
     ld_alpha: Fraction = 1.0
     """Weight of a response's tokens beyond the length of the pair's shorter response (LD-DPO, arXiv:2409.06411)."""
     use_weighting: bool = False
@@ -133,15 +133,17 @@ class PreferenceConfig(RewardRunConfig):
 
     Requires a strategy with the capability `topk`.
     """
-    simpo_gamma: NonNegativeFloat = 0.5
+    simpo_gamma: Annotated[NonNegativeFloat, Needs("loss_type", values=frozenset({"simpo"}), strict=True)] = 0.5
     """Target margin of `simpo`, absolute: its authors tune `simpo_gamma / beta`."""
-    discopop_tau: PositiveFloat = 0.05
+    discopop_tau: Annotated[PositiveFloat, Needs("loss_type", values=frozenset({"discopop"}), strict=True)] = 0.05
     """Temperature of the mixture in `discopop`."""
-    orpo_max_mean_logprob: Annotated[float, Field(lt=0)] = -1e-6
+    orpo_max_mean_logprob: Annotated[
+        float, Field(lt=0), Needs("loss_type", values=frozenset({"orpo"}), strict=True)
+    ] = -1e-6
     """Largest mean logprob of a response in `orpo`, whose odds are infinite for a response of probability 1."""
-    desirable_weight: NonNegativeFloat = 1.0
+    desirable_weight: Annotated[NonNegativeFloat, Needs("loss_type", values=LABELLED, strict=True)] = 1.0
     """Weight of desirable responses in `kto`."""
-    undesirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: Annotated[NonNegativeFloat, Needs("loss_type", values=LABELLED, strict=True)] = 1.0
     """Weight of undesirable responses in `kto`."""
     shuffle: bool = True
     """Shuffle the rows of each epoch. If false, rows keep the order of the files."""
@@ -170,7 +172,7 @@ class PreferenceConfig(RewardRunConfig):
             raise ValueError(f"loss_type lists {doubled[0]} twice: use loss_weights")
         if self.loss_weights is not None and len(self.loss_weights) != len(names):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} values, expected {len(names)} as in loss_type")
-        labelled = [name for name in names if name in get_args(LabelledLoss)]
+        labelled = [name for name in names if name in LABELLED]
         if labelled and (others := set(names) - set(labelled) - {"sft"}):
             raise ValueError(
                 f"loss_type {labelled[0]} trains on single responses and {min(others)} on pairs: choose one kind"
@@ -180,29 +182,10 @@ class PreferenceConfig(RewardRunConfig):
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> PreferenceConfig:
         names = set(self.loss_type)
-        if self.label_smoothing and not names & SMOOTHED:
-            raise ValueError(
-                f"label_smoothing has no effect on {', '.join(self.loss_type)}: remove it, or use"
-                f" {', '.join(sorted(SMOOTHED))}"
-            )
         if "exo_pair" in names and not self.label_smoothing:
             raise ValueError("exo_pair needs label_smoothing above 0, for example 0.001: its target is (1 - e, e)")
         if self.f_divergence_type != "reverse_kl" and (not names & DIVERGENT or self.reference_free):
             raise ValueError(f"f_divergence_type has no effect on {', '.join(self.loss_type)} without a reference")
-        for key, losses in OPTIONS_OF.items():
-            if getattr(self, key) != type(self).model_fields[key].default and not names & losses:
-                raise ValueError(
-                    f"{key} has no effect on {', '.join(self.loss_type)}: remove it, or use {', '.join(sorted(losses))}"
-                )
-        for key, kinds in (
-            ("f_alpha_divergence_coef", ("alpha_divergence",)),
-            ("f_divergence_max_exponent", ("forward_kl", "alpha_divergence")),
-        ):
-            if getattr(self, key) != type(self).model_fields[key].default and self.f_divergence_type not in kinds:
-                raise ValueError(
-                    f"{key} has no effect on f_divergence_type: {self.f_divergence_type}: remove it, or use"
-                    f" {' or '.join(kinds)}"
-                )
         if (self.labelled or names == {"sft"}) and (self.ld_alpha != 1.0 or self.use_weighting):
             key = "use_weighting" if self.use_weighting else "ld_alpha"
             raise ValueError(f"{key} compares the responses of a pair, but {self.loss_type[0]} trains on single ones")
@@ -240,7 +223,7 @@ class PreferenceConfig(RewardRunConfig):
     def check_rows(cls, key: str, rows: Rows, data: DataArguments, values: Mapping[Any, Any]) -> None:
         given = values.get("loss_type", "sigmoid")
         names = given if isinstance(given, list) else [given]
-        labelled = any(name in get_args(LabelledLoss) for name in names)
+        labelled = any(name in LABELLED for name in names)
         if key == "actor_train" or {data.chosen, data.rejected, data.label} & set(rows.columns):
             _check_preferences(rows, data, labelled=labelled)
 
@@ -254,7 +237,7 @@ class PreferenceConfig(RewardRunConfig):
     @property
     def labelled(self) -> bool:
         """True if the losses train on labelled responses instead of pairs."""
-        return any(name in get_args(LabelledLoss) for name in self.loss_type)
+        return any(name in LABELLED for name in self.loss_type)
 
     @property
     def uses_reference(self) -> bool:

@@ -82,8 +82,6 @@ class MuonOptions(Config):
 
 # -- policy losses -----------------------------------------------------------------------------------------------------
 
-PG_CLIP_KEYS = ("pg_clip", "pg_clip_low", "pg_clip_high")
-
 
 class PolicyLossOptions(Config):
     """Options of `ppo`, `vanilla`, `gpg` and `raft_plus_plus`, and base of the other policy losses' options."""
@@ -108,7 +106,7 @@ class PolicyLossOptions(Config):
         if not self.reads_pg_clip:
             names = [name for name in type(self).model_fields if name != "log_ratio_clamp"]
             reason = f"its constants are pg_options.{', pg_options.'.join(names)}" if names else "it has no clip"
-            warnings |= {key: unread + reason for key in PG_CLIP_KEYS if key in changed}
+            warnings |= {key: unread + reason for key in sorted(changed) if key.startswith("pg_clip")}
         if not self.reads_dual_clip and "dual_clip" in changed:
             warnings["dual_clip"] = f"{unread}it has no dual clip"
         if self.expects_agg_mode and run.loss_agg_mode != self.expects_agg_mode:

@@ -13,7 +13,6 @@ from roll_core.errors import PluginError, install_command
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import (
     EMBEDDINGS,
-    MERGED_ONLY,
     EngineRewardConfig,
     InferWorkerConfig,
     ModelArguments,
@@ -375,7 +374,7 @@ class StrategyCheck:
             return "its weights are not trained"
         if not any(map(_trains_adapters, models)):
             return "the role that sends its weights trains no adapters"
-        for key, reason in MERGED_ONLY.items() if self.policy else ():
+        for key, reason in ModelArguments.merged_only().items() if self.policy else ():
             if models[0].get(key):
                 return f"{self.policy_role}.model_args.{key} {reason}"
         targets = models[0].get("lora_target")

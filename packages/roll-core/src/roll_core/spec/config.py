@@ -24,6 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from roll_core.field_docs import document_fields
 from roll_core.spec.devices import parse_device_mapping
@@ -75,10 +76,31 @@ class Needs:
 
     condition: str
     """Key or property of the block. The marked key is read if its value is true."""
+    values: frozenset[str] = frozenset()
+    """The marked key is read if the condition is one of these, or a list with one of them."""
     strict: bool = False
     """Refuse the key without the condition. Otherwise `check` warns about it."""
     remedy: str = ""
     """What to do so that the key is read. Default: `set <condition>`."""
+
+    @property
+    def meaning(self) -> str:
+        """The condition, as in `loss_type kto or dpo`."""
+        return f"{self.condition} {' or '.join(sorted(self.values))}".strip()
+
+    def is_met(self, block: Config) -> bool:
+        """True if the marked key of this block is read."""
+        value = getattr(block, self.condition)
+        if not self.values:
+            return bool(value)
+        return not self.values.isdisjoint(value if isinstance(value, (list, tuple)) else [value])
+
+
+@dataclass(frozen=True, slots=True)
+class MergedOnly:
+    """Marks a key of `model_args` with which no engine loads the adapters unmerged."""
+
+    reason: str
 
 
 class Config(BaseModel):
@@ -117,7 +139,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _keys_are_read(self) -> Self:
         for name, message in self.unread_keys(strict=True).items():
-            raise ValueError(f"{name} {message}")
+            raise invalid(message, getattr(self, name), name)
         return self
 
     def unread_keys(self, *, strict: bool = False) -> dict[str, str]:
@@ -126,9 +148,15 @@ class Config(BaseModel):
         unread: dict[str, str] = {}
         for name, needs in _needs(type(self)):
             default = type(self).model_fields[name].get_default(call_default_factory=True)
-            if needs.strict == strict and getattr(self, name) != default and not getattr(self, needs.condition):
-                unread[name] = f"is not read: {needs.remedy or f'set {needs.condition}'}, or remove this key"
+            if needs.strict == strict and getattr(self, name) != default and not needs.is_met(self):
+                unread[name] = f"is not read: {needs.remedy or f'set {needs.meaning}'}, or remove this key"
         return unread
+
+
+def invalid(message: str, value: Any, *path: str) -> ValidationError:
+    """Error at a key below the field, or in the schema, whose validator raises it."""
+    problem = PydanticCustomError("value_error", "{message}", {"message": message})  # braces in the message are text
+    return ValidationError.from_exception_data("config", [InitErrorDetails(type=problem, loc=path, input=value)])
 
 
 @cache
@@ -147,13 +175,6 @@ def _needs(schema: type[Config]) -> list[tuple[str, Needs]]:
 
 NAMES = re.compile(r"[\w.\s,-]*")
 """Matches module names separated by commas. Text with other characters is a regular expression."""
-MERGED_ONLY = {
-    "additional_target": "also trains whole weights",
-    "target_parameters": "adapts parameters of experts",
-    "use_dora": "also trains norms of whole weights",
-    "load_in_4bit": "trains adapters of quantized weights, and the engine's are not quantized",
-}
-"""Keys whose adapters no engine loads unmerged, with the reason."""
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in"})
 """Names of the input embedding in transformers' models."""
 
@@ -276,15 +297,17 @@ class ModelArguments(Config):
     """`lora_alpha` of some targets, by keys as in `rank_pattern`."""
     use_rslora: Annotated[bool, OF_ADAPTERS] = False
     """Scale the adapters' output by `lora_alpha / √lora_rank` (rsLoRA)."""
-    use_dora: Annotated[bool, OF_ADAPTERS] = False
+    use_dora: Annotated[bool, OF_ADAPTERS, MergedOnly("also trains norms of whole weights")] = False
     """Train the norm of each row of the adapted weights too (DoRA)."""
-    additional_target: Annotated[str | list[str] | None, OF_ADAPTERS] = None
+    additional_target: Annotated[str | list[str] | None, OF_ADAPTERS, MergedOnly("also trains whole weights")] = None
     """Modules that are trained in full next to the adapters (`modules_to_save` of peft). Value and reward heads always
     are."""
-    target_parameters: Annotated[str | list[str] | None, OF_ADAPTERS] = None
+    target_parameters: Annotated[str | list[str] | None, OF_ADAPTERS, MergedOnly("adapts parameters of experts")] = None
     """Parameters with adapters that belong to no linear layer: the fused tensors of experts, for example
     `[experts.gate_up_proj, experts.down_proj]`."""
-    load_in_4bit: Annotated[bool, OF_ADAPTERS] = False
+    load_in_4bit: Annotated[
+        bool, OF_ADAPTERS, MergedOnly("trains adapters of quantized weights, and the engine's are not quantized")
+    ] = False
     """Store the frozen linear layers in 4 bits (NF4), which bitsandbytes dequantizes in each pass (QLoRA). Embeddings,
     output layer, norms, routers and fused experts keep `dtype`."""
     lora_export: Annotated[Literal["merged", "adapter"], OF_ADAPTERS] = "merged"
@@ -295,6 +318,16 @@ class ModelArguments(Config):
     def reads_adapter_keys(self) -> bool:
         """True if adapters are described, or disabled by their rank 0."""
         return self.lora_target is not None or self.lora_rank == 0
+
+    @classmethod
+    def merged_only(cls) -> dict[str, str]:
+        """Keys whose adapters no engine loads unmerged, with the reason."""
+        return {
+            name: mark.reason
+            for name, field in cls.model_fields.items()
+            for mark in field.metadata
+            if isinstance(mark, MergedOnly)
+        }
 
     @property
     def trains_adapters(self) -> bool:

@@ -15,7 +15,7 @@ from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.openmp import wanted_threads
 from roll_core.runtime.cluster.platform import values_of
-from roll_core.spec.config import MERGED_ONLY, RewardConfig, StrategyConfig
+from roll_core.spec.config import ModelArguments, RewardConfig, StrategyConfig
 from roll_core.spec.diagnostics import RoleEnvironment
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.platform import HOST_BACKEND
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import GroupSpec, Survival
     from roll_core.runtime.cluster.placement import Place
-    from roll_core.spec.config import ModelArguments, RunConfig, TrainingArguments, WorkerConfig
+    from roll_core.spec.config import RunConfig, TrainingArguments, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform
     from roll_core.spec.train import TrainingSpec
@@ -122,10 +122,11 @@ def served_adapters(role: RoleSpec, config: RunConfig, registry: Registry) -> Lo
     lora = lora_spec(args) if args is not None else None
     trainer = provider_of(role.model_from, config, registry) if role.model_from else None
     exports = isinstance(trainer, TrainProvider) and trainer.capabilities.adapter_export
-    if lora is None or not exports or any(getattr(args, key) for key in MERGED_ONLY):
+    if lora is None or not exports or any(getattr(args, key) for key in ModelArguments.merged_only()):
         raise UnsupportedError(
             f"{role.name}: strategy_config requests unmerged adapters, but {role.model_from or 'no role'} sends none:"
-            f" train lora_target there without {', '.join(MERGED_ONLY)}, with a strategy that exports adapters"
+            f" train lora_target there without {', '.join(ModelArguments.merged_only())}, with a strategy that exports"
+            " adapters"
         )
     return lora
 
