@@ -111,7 +111,7 @@ class FakeRun:
     def infer_role(self, name):
         return SimpleNamespace(weight_version=0)
 
-    def rollouts(self, role, plan):
+    def rollout_batches(self, role, plan):
         self.plan = plan
         return self
 

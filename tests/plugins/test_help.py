@@ -48,7 +48,7 @@ def test_help_shows_what_fields_mean():
     assert "Names of the platforms it runs on; empty means every platform." in engine
 
 
-CONTRACTS = (pipeline.Run, pipeline.TrainRole, pipeline.InferRole, pipeline.Rollouts, pipeline.Pipeline)
+CONTRACTS = (pipeline.Run, pipeline.TrainRole, pipeline.InferRole, pipeline.RolloutBatches, pipeline.Pipeline)
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda each: each.__name__)

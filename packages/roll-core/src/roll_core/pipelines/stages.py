@@ -250,14 +250,14 @@ class CollectRollouts(Stage):
 
     def start(self, run: Run) -> None:
         """See `Collect`."""
-        self.rollouts = run.rollouts(self.role, self.plan)
+        self.batches = run.rollout_batches(self.role, self.plan)
 
     async def __call__(self, run: Run) -> Experience | None:
         """See `Collect`."""
         config = self.config
         if self.role == "actor_infer":
             await run.publish_weights("actor_train", "actor_infer")
-        groups = await self.rollouts.batch()
+        groups = await self.batches.batch()
         if not groups:
             return self._without_signal(run, "query_filter_config rejected every group")
         samples = [sample for group in groups for sample in group.samples]
@@ -287,11 +287,11 @@ class CollectRollouts(Stage):
 
     @override
     def state(self) -> Mapping[str, Any]:
-        return {"rollouts": self.rollouts.state()}
+        return {"rollouts": self.batches.state()}
 
     @override
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.rollouts.load_state(state["rollouts"])
+        self.batches.load_state(state["rollouts"])
 
 
 def rollout_plan(config: PolicyConfig, order: PromptOrder, **changes: Any) -> RolloutPlan:

@@ -25,7 +25,7 @@ from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, r
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Replay, ReplayedRole, RewardStats
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
 from roll_core.spec.config import Config, RewardConfig
-from roll_core.spec.pipeline import NamedPart, Rollouts, Run
+from roll_core.spec.pipeline import NamedPart, RolloutBatches, Run
 from roll_core.spec.providers import InferProvider, PipelineProvider, Provider
 
 if TYPE_CHECKING:
@@ -202,10 +202,10 @@ class ActiveRun(Run):
         return groups
 
     @override
-    def rollouts(self, role: str, plan: RolloutPlan) -> RunRollouts:
+    def rollout_batches(self, role: str, plan: RolloutPlan) -> RunRolloutBatches:
         if plan.replay:
             replayed = self._replayed[role] = ReplayedRole(role, self.config.roles()[role])
-            return RunRollouts(self, role, plan, Replay(Path(plan.replay), plan, replayed))
+            return RunRolloutBatches(self, role, plan, Replay(Path(plan.replay), plan, replayed))
         self._need_rewards()
         if plan.concurrent:
             self.busy_roles.add(role)
@@ -223,7 +223,7 @@ class ActiveRun(Run):
         )
         self._schedulers.append(scheduler)
         recorder = self._recorder if plan.record else None
-        return RunRollouts(self, role, plan, scheduler, recorder)
+        return RunRolloutBatches(self, role, plan, scheduler, recorder)
 
     def check_batch(self, role: str, groups: Sequence[Group], stats: RewardStats, *, mixed: bool = False) -> None:
         """Trip the guards `token_round_trip` and `reward_failures` if a batch cannot be trained on.
@@ -345,7 +345,7 @@ class ActiveRun(Run):
         return NamedPart(provider=provider, owner=owner, options=options, load=load)
 
 
-class RunRollouts(Rollouts):
+class RunRolloutBatches(RolloutBatches):
     """Batches that a scheduler produces or a replay reads, with the checks and metrics of a run."""
 
     def __init__(
