@@ -22,7 +22,7 @@ def parsed(trainer):
     """Keyword arguments of `add_argument` by flag, as the source of a trainer writes them: it cannot be imported."""
     source = Path(OPENRLHF.submodule_search_locations[0], "cli", f"{trainer}.py").read_text(encoding="utf-8")
     return {
-        name: {each.arg: each.value for each in call.keywords}
+        name: {node.arg: node.value for node in call.keywords}
         for call in ast.walk(ast.parse(source))
         if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
         for name in names(call.args[0])
@@ -33,7 +33,7 @@ def names(flag):
     """The flag, or those of both trained roles if its text has a variable: `f"--{role}.adam.lr"`."""
     if isinstance(flag, ast.Constant):
         return [flag.value.removeprefix("--")]
-    parts = [each.value if isinstance(each, ast.Constant) else None for each in flag.values]
+    parts = [node.value if isinstance(node, ast.Constant) else None for node in flag.values]
     return ["".join(part or role for part in parts).removeprefix("--") for role in ("actor", "critic")]
 
 
@@ -42,27 +42,27 @@ def test_every_flag_has_a_rule_and_its_kind_of_value(trainer):
     flags = parsed(trainer)
     assert len(flags) > 50
     assert not flags.keys() - TABLES[trainer].keys() - LAUNCHER
-    for name, given in flags.items():
+    for name, options in flags.items():
         meaning = launch.ALIASES[trainer].get(name, (name,))[0]
-        action = ast.literal_eval(given["action"]) if "action" in given else ""
+        action = ast.literal_eval(options["action"]) if "action" in options else ""
         assert (meaning in launch.SWITCHES) is action.startswith("store_"), name
         # A list of any length may be one value in other versions.
-        assert meaning in launch.LISTS if "nargs" in given else not launch.LISTS.get(meaning), name
-        kind = getattr(given.get("type"), "id", "str")
+        assert meaning in launch.LISTS if "nargs" in options else not launch.LISTS.get(meaning), name
+        kind = getattr(options.get("type"), "id", "str")
         if not action and name not in LAUNCHER:
             assert (meaning in launch.TEXTS) is (kind == "str"), name
 
 
 @pytest.mark.parametrize("trainer", launch.TRAINERS)
-def test_defaults_that_the_importer_uses_are_those_of_the_parser(trainer):
-    found, source = {}, {launch.TRAINER: trainer, launch.FLAT: "pretrain" in parsed(trainer)}
-    for flag, given in parsed(trainer).items():
+def test_importer_uses_the_parsers_defaults(trainer):
+    result, source = {}, {launch.TRAINER: trainer, launch.FLAT: "pretrain" in parsed(trainer)}
+    for flag, options in parsed(trainer).items():
         name = launch.ALIASES[trainer].get(flag, (flag,))[0]
-        if "default" not in given or name not in {**launch.DEFAULTS, **launch.OF_TRAINER[trainer]}:
+        if "default" not in options or name not in {**launch.DEFAULTS, **launch.OF_TRAINER[trainer]}:
             continue
-        if (default := ast.literal_eval(given["default"])) is not None:
-            found[name] = list(default) if isinstance(default, tuple) else default
-    if found.get("algo.advantage.is_correction_threshold") == 2:  # until 0.8; the report says so
-        del found["algo.advantage.is_correction_threshold"]
-    assert len(found) > 5
-    assert {name: launch.fact(source, name) for name in found} == found
+        if (default := ast.literal_eval(options["default"])) is not None:
+            result[name] = list(default) if isinstance(default, tuple) else default
+    if result.get("algo.advantage.is_correction_threshold") == 2:  # until 0.8; the report says so
+        del result["algo.advantage.is_correction_threshold"]
+    assert len(result) > 5
+    assert {name: launch.fact(source, name) for name in result} == result

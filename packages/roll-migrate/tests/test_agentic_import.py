@@ -96,10 +96,12 @@ def imported(folder: Path, text: str) -> tuple[dict[str, Any], Any]:
     file.write_text(text, encoding="utf-8")
     assert main(["import", "roll", str(file), "-o", str(out)]) == 0
     registry = load_registry()
-    return {each.key or each.to[0]: each for each in import_roll(file, registry).keys}, load(out, (), registry).config
+    return {entry.key or entry.to[0]: entry for entry in import_roll(file, registry).keys}, load(
+        out, (), registry
+    ).config
 
 
-def test_an_example_of_roll_is_a_config_of_agentic(tmp_path: Path) -> None:
+def test_rolls_example_becomes_a_config_of_agentic(tmp_path: Path) -> None:
     entries, config = imported(tmp_path, THEIRS.replace("ADV", "grpo"))
     assert config.pipeline == "agentic"
     assert (config.adv_estimator, config.num_groups, config.group_size) == ("grpo", 8, 4)
@@ -120,7 +122,7 @@ def test_an_example_of_roll_is_a_config_of_agentic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "status"), [("${max_tokens_per_step}", "not needed"), ("63", "differs")])
-def test_the_lower_limit_of_a_reply_is_told(tokens: str, status: str, tmp_path: Path) -> None:
+def test_lower_limit_of_a_reply_is_reported(tokens: str, status: str, tmp_path: Path) -> None:
     text = THEIRS.replace("ADV", "grpo").replace("${max_tokens_per_step}", tokens)  # of 64 tokens
     entries, _ = imported(tmp_path, text)
     assert entries["actor_infer.generating_args.max_new_tokens"].status == status
@@ -159,7 +161,7 @@ def test_normalisation_goes_to_the_estimator_that_reads_it(
         ("method: mean_std", "method: mean", "reward_normalization"),
     ],
 )
-def test_what_affects_training_and_is_missing_here_is_rejected_by_check(
+def test_unsupported_training_settings_are_rejected_by_check(
     old: str, new: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config").mkdir()
@@ -172,7 +174,7 @@ def test_what_affects_training_and_is_missing_here_is_rejected_by_check(
     assert re.search(rf"ours\.yaml:\d+:\d+: ROLL-[CP]\d+ {key}", capsys.readouterr().out)
 
 
-def test_a_short_sequence_is_shared_by_prompt_and_response(tmp_path):
+def test_short_sequences_are_split_into_prompt_and_response(tmp_path):
     registry = load_registry()
     file = Path(__file__).parent / "roll" / "agentic.yaml"
     data = compose(file, ("sequence_length=1001",), registry).data

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from roll_migrate import roll_keys
-from roll_migrate.rules import IMPORT_STATUSES, Each, KeyRule
+from roll_migrate.rules import IMPORT_STATUSES, AnyName, KeyRule
 
 DOCS = Path(__file__).parents[3] / "docs" / "from-roll.md"
 BEGIN, END = "<!-- keys: made by packages/roll-migrate/tests/test_from_roll_docs.py -->\n", "<!-- end of keys -->"
@@ -56,7 +56,7 @@ def rows(table, prefix=""):
     """`(result, keys)`: keys with the same result share an entry."""
     said: dict[str, list[str]] = {}
     for key, rule in table.items():
-        if isinstance(rule, Each):
+        if isinstance(rule, AnyName):
             rule, key = rule.rule, f"{key}.<name>"
         if isinstance(rule, KeyRule):
             said.setdefault(rule.says, []).append(prefix + key)
@@ -69,15 +69,15 @@ def rows(table, prefix=""):
 def lists() -> str:
     text = ""
     for title, table in TITLES.items():
-        found = {
+        result = {
             key: rule
             for key, rule in table.items()
-            if isinstance(rule, (KeyRule, Each))
+            if isinstance(rule, (KeyRule, AnyName))
             or (key not in ELSEWHERE and not key.startswith(("actor_", "sft_", "student", "teacher")))
         }
         text += f"### {title}\n\n"
         for says, keys in rows(
-            {key: rule for key, rule in found.items() if key not in ("reference", "critic", "validation")}
+            {key: rule for key, rule in result.items() if key not in ("reference", "critic", "validation")}
         ):
             item = f"- {', '.join(f'`{key}`' for key in keys)}: {says}"
             text += textwrap.fill(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -86,14 +86,14 @@ def lists() -> str:
     return text
 
 
-def test_the_lists_are_those_of_the_code():
+def test_docs_list_the_rules_of_the_code():
     text = DOCS.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    wanted = f"{before}{begin}{lists()}{END}{after}"
+    expected = f"{before}{begin}{lists()}{END}{after}"
     if os.environ.get("ROLL_UPDATE_GOLDEN"):
-        DOCS.write_text(wanted, encoding="utf-8")
-    assert DOCS.read_text(encoding="utf-8") == wanted
+        DOCS.write_text(expected, encoding="utf-8")
+    assert DOCS.read_text(encoding="utf-8") == expected
 
 
 def test_every_status_is_explained():

@@ -78,19 +78,19 @@ def mutated(draw, files):
 
 def leaves(value, prefix=""):
     if isinstance(value, dict) and value:
-        return [leaf for key, each in value.items() for leaf in leaves(each, f"{prefix}{key}.")]
+        return [leaf for key, value in value.items() for leaf in leaves(value, f"{prefix}{key}.")]
     return [prefix.removesuffix(".")]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=mutated(WHOLE))
-def test_every_key_is_accounted_for_or_the_file_is_refused(data, registry, tmp_path):
+def test_every_key_of_roll_is_reported_or_the_file_refused(data, registry, tmp_path):
     check(import_roll, data, registry, tmp_path)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=mutated(VERL))
-def test_every_key_of_verl_is_accounted_for_or_the_file_is_refused(data, registry, tmp_path):
+def test_every_key_of_verl_is_reported_or_the_file_refused(data, registry, tmp_path):
     check(import_verl, data, registry, tmp_path)
 
 
@@ -98,15 +98,15 @@ def test_every_key_of_verl_is_accounted_for_or_the_file_is_refused(data, registr
 def launches(draw):
     """Lines with flags of any scripts, some of them with other values, for any trainer."""
     lines = [line for script in draw(st.lists(st.sampled_from(SCRIPTS), min_size=1, max_size=2)) for line in script]
-    for at in draw(st.lists(st.integers(0, len(lines) - 1), max_size=6)):
-        flag, _, value = lines[at].partition(" ")
-        lines[at] = f"{flag} {draw(st.sampled_from([*WORDS, value * 2]))}"
+    for i in draw(st.lists(st.integers(0, len(lines) - 1), max_size=6)):
+        flag, _, value = lines[i].partition(" ")
+        lines[i] = f"{flag} {draw(st.sampled_from([*WORDS, value * 2]))}"
     return f"python3 -m openrlhf.cli.{draw(st.sampled_from(TRAINERS))} {' '.join(lines)}\n"
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(text=launches())
-def test_every_flag_of_openrlhf_is_accounted_for_or_the_script_is_refused(text, registry, tmp_path):
+def test_every_openrlhf_flag_is_reported_or_the_script_refused(text, registry, tmp_path):
     flags = {word[2:].partition("=")[0]: None for word in text.split() if word.startswith("--")}
     check(import_openrlhf, flags, registry, tmp_path, text)
 
@@ -118,7 +118,7 @@ def check(importer, data, registry, tmp_path, text=""):
         imported = importer(file, registry)
     except RollError:
         return
-    told = [each.key for each in imported.keys if each.status != "added"]
+    told = [value.key for value in imported.keys if value.status != "added"]
     assert len(told) == len(set(told))
     assert not [
         leaf for leaf in leaves(data) if leaf not in told and not any(key.startswith(f"{leaf}.") for key in told)

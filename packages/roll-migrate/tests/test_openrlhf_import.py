@@ -232,34 +232,34 @@ def imported(flags, registry, folder, trainer="train_ppo_ray"):
 
 
 def status_of(new, key):
-    return [each.status for each in new.keys if each.key == key]
+    return [entry.status for entry in new.keys if entry.key == key]
 
 
-def at(value, path):
+def setting(value, path):
     for step in path.split("."):
         value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
     return value
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_run_has_the_settings_of_openrlhf(name, registry, tmp_path):
+def test_imported_run_has_openrlhfs_settings(name, registry, tmp_path):
     out = tmp_path / "ours.yaml"
     code = import_config("openrlhf", FILES / name, out, registry, as_json=False, verbose=False)
     # The rows of the prompts are not here, so the steps of rlvr are to be set; other trainers count epochs.
     uncounted = EXPECTED[name].get("pipeline", "rlvr") == "rlvr"
     assert code == int(uncounted)
     config = load(out, ("max_steps=5",) if uncounted else (), registry).config
-    assert {path: at(config, path) for path in EXPECTED[name]} == EXPECTED[name]
+    assert {path: setting(config, path) for path in EXPECTED[name]} == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_flag_of_a_script_is_reported_once_at_its_place(name, registry):
+def test_every_flag_is_reported_once_at_its_place(name, registry):
     lines = (FILES / name).read_text().splitlines()
-    keys = [each for each in import_openrlhf(FILES / name, registry).keys if each.where.count(":") == 2]
-    assert len(keys) == len({each.key for each in keys})
-    listed = [each for each in keys if f"--{each.key}" in lines[int(each.where.rsplit(":", 2)[1]) - 1]]
-    assert all(each in listed or "[@]" in lines[int(each.where.rsplit(":", 2)[1]) - 1] for each in keys)
-    assert not [each.key for each in keys if each.status == "unknown"]
+    keys = [entry for entry in import_openrlhf(FILES / name, registry).keys if entry.where.count(":") == 2]
+    assert len(keys) == len({entry.key for entry in keys})
+    listed = [entry for entry in keys if f"--{entry.key}" in lines[int(entry.where.rsplit(":", 2)[1]) - 1]]
+    assert all(entry in listed or "[@]" in lines[int(entry.where.rsplit(":", 2)[1]) - 1] for entry in keys)
+    assert not [entry.key for entry in keys if entry.status == "unknown"]
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_every_flag_of_a_script_is_reported_once_at_its_place(name, registry):
         (f"{BASE} --colour", "colour", "unknown", {}),
     ],
 )
-def test_a_flag_of_ppo(flags, key, status, to, registry, tmp_path):
+def test_ppo_flag_has_status_and_target(flags, key, status, to, registry, tmp_path):
     new = imported(flags, registry, tmp_path)
     assert status_of(new, key) == [status]
     assert {path: new.config.get(path, value_at(new.config, tuple(path.split(".")))) for path in to} == to
@@ -489,7 +489,7 @@ def test_a_flag_of_ppo(flags, key, status, to, registry, tmp_path):
         ("train_rm", "--dataset_probs 0.5,0.5", "dataset_probs", "unsupported", {"data.dataset_probs": "0.5,0.5"}),
     ],
 )
-def test_a_flag_of_the_other_trainers(trainer, flags, key, status, to, registry, tmp_path):
+def test_flags_of_other_trainers_have_status_and_target(trainer, flags, key, status, to, registry, tmp_path):
     new = imported(f"--pretrain m --dataset a.jsonl {flags}", registry, tmp_path, trainer)
     assert status_of(new, key) == [status]
     assert {path: new.config.get(path, value_at(new.config, tuple(path.split(".")))) for path in to} == to
@@ -504,13 +504,13 @@ def test_a_flag_of_the_other_trainers(trainer, flags, key, status, to, registry,
         ("--pretrain m --dataset a.jsonl --output_key b", "train_sft"),
     ],
 )
-def test_a_setting_that_affects_training_is_rejected_by_check(flags, trainer, registry, tmp_path):
+def test_unsupported_flags_are_rejected_by_check(flags, trainer, registry, tmp_path):
     file = tmp_path / "run.sh"
     file.write_text(f"deepspeed --module openrlhf.cli.{trainer} {flags}\n")
     assert import_config("openrlhf", file, tmp_path / "out.yaml", registry, as_json=False, verbose=False) == 1
 
 
-def test_episodes_become_steps_where_the_rows_can_be_counted(registry, tmp_path):
+def test_episodes_become_steps_if_rows_can_be_counted(registry, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"q": "1+1"}\n' * 22)
     flags = BASE.replace("a.jsonl", str(tmp_path / "a.jsonl"))
     new = imported(f"{flags} --data.max_samples 21 --rollout.batch_size 10", registry, tmp_path)
@@ -520,14 +520,14 @@ def test_episodes_become_steps_where_the_rows_can_be_counted(registry, tmp_path)
 
 
 @pytest.mark.parametrize(("value", "column"), [("1+1", "prompt"), ([{"role": "user", "content": "1+1"}], "messages")])
-def test_the_first_row_decides_between_text_and_chat(value, column, registry, tmp_path):
+def test_first_row_decides_between_text_and_chat(value, column, registry, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": value}) + "\n")
     flags = BASE.replace("a.jsonl", str(tmp_path / "a.jsonl"))
     new = imported(f"{flags} --data.apply_chat_template --data.input_key q", registry, tmp_path)
     assert value_at(new.config, ("actor_train", "data_args", column)) == "q"
 
 
-def test_a_quoted_value_is_one_word_with_its_escapes(registry, tmp_path):
+def test_quoted_value_is_one_word_with_its_escapes(registry, tmp_path):
     new = imported(f"{BASE} --data.input_template $'User: {{}}\\nBot: '", registry, tmp_path)
     assert new.config["data.input_template"] == "User: {}\nBot: "
 
@@ -545,7 +545,7 @@ def test_a_quoted_value_is_one_word_with_its_escapes(registry, tmp_path):
         ("--actor.model_name_or_path $NOWHERE/m", "actor.model_name_or_path", "ROLL-C024"),
     ],
 )
-def test_a_wrong_value_is_located(flags, key, code, registry, tmp_path):
+def test_wrong_value_is_located(flags, key, code, registry, tmp_path):
     with pytest.raises(ConfigError) as error:
         imported(flags, registry, tmp_path)
     (problem,) = error.value.problems
@@ -553,7 +553,7 @@ def test_a_wrong_value_is_located(flags, key, code, registry, tmp_path):
     assert problem.where.startswith(f"{tmp_path / 'run.sh'}:1:")
 
 
-def test_the_key_of_a_tracker_is_not_copied(registry, tmp_path):
+def test_trackers_secret_key_is_not_copied(registry, tmp_path):
     new = imported(f"{BASE} --use_wandb 0123secret", registry, tmp_path)
     assert new.config["track_with"] == ["wandb"]
     assert "0123secret" not in repr(new)
@@ -568,17 +568,17 @@ def test_the_key_of_a_tracker_is_not_copied(registry, tmp_path):
         "deepspeed --module openrlhf.cli.train_sft --a\ndeepspeed --module openrlhf.cli.train_rm --b\n",
     ],
 )
-def test_another_script_is_refused(text, registry, tmp_path):
+def test_scripts_of_other_trainers_are_refused(text, registry, tmp_path):
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(UnsupportedError) as error:
         import_openrlhf(tmp_path / "run.sh", registry)
     assert error.value.exit_code == 2
 
 
-def test_a_file_that_cannot_be_read_is_an_error(registry, tmp_path):
+def test_unreadable_file_is_an_error(registry, tmp_path):
     with pytest.raises(ConfigError) as error:
         import_openrlhf(tmp_path / "missing.sh", registry)
-    assert [each.code for each in error.value.problems] == ["ROLL-C020"]
+    assert [entry.code for entry in error.value.problems] == ["ROLL-C020"]
 
 
 @pytest.mark.parametrize(
@@ -611,8 +611,8 @@ fi
     assert new.config["rollout_batch_size"] == 64
     assert new.config["output_dir"] == f"{tmp_path}/out"
     assert value_at(new.config, ("actor_train", "data_args", "file_name")) == f"{tmp_path}/a.jsonl"
-    places = {each.key: each.where.removeprefix(f"{file}:") for each in new.keys if each.where}
+    places = {entry.key: entry.where.removeprefix(f"{file}:") for entry in new.keys if entry.where}
     assert places["rollout.batch_size"].startswith("8:")
     assert places["ckpt.output_dir"].startswith("3:")
-    given = import_openrlhf(file, registry, {"MODEL": "other"})
-    assert given.config["pretrain"] == "other"
+    other = import_openrlhf(file, registry, {"MODEL": "other"})
+    assert other.config["pretrain"] == "other"

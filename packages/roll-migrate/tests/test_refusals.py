@@ -38,7 +38,7 @@ class Engine(StrategyConfig):
 
 
 def without(keys, paths):
-    rest = {key: dict(each) if isinstance(each, dict) else each for key, each in keys.items()}
+    rest = {key: dict(value) if isinstance(value, dict) else value for key, value in keys.items()}
     for path in paths:
         parent = rest
         for step in path[:-1]:
@@ -47,18 +47,18 @@ def without(keys, paths):
     return rest
 
 
-def test_each_refusal_has_its_own_reason():
-    found = refusals(
+def test_refused_keys_have_their_schemas_reason():
+    result = refusals(
         Engine, {"overlap": True, "fusion": 1, "rank": 2, "mode": "wild", "inner": {"sise": 1}, "names": ["a", 3]}
     )
-    assert found[("overlap",)] == "overlap is not supported: no"
-    assert found[("fusion",)] == "fusion is not supported: no"
-    assert found[("rank",)] == "no such key; did you mean ranks?"
-    assert "'wild'" in found[("mode",)]
-    assert set(found) == {("overlap",), ("fusion",), ("rank",), ("mode",), ("inner", "sise"), ("names",)}
+    assert result[("overlap",)] == "overlap is not supported: no"
+    assert result[("fusion",)] == "fusion is not supported: no"
+    assert result[("rank",)] == "no such key; did you mean ranks?"
+    assert "'wild'" in result[("mode",)]
+    assert set(result) == {("overlap",), ("fusion",), ("rank",), ("mode",), ("inner", "sise"), ("names",)}
 
 
-def test_of_a_rule_about_two_keys_the_first_that_is_named_goes():
+def test_rule_about_two_keys_removes_the_first():
     assert set(refusals(Engine, {"mode": "fast"})) == {("mode",)}
     assert refusals(Engine, {"mode": "fast", "ranks": 2}) == {}
 
@@ -74,6 +74,6 @@ VALUES = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(["mode", "ranks", "inner", "names", "overlap", "fusion", "other"]), VALUES))
-def test_what_is_left_is_valid(keys):
+def test_remaining_keys_are_valid(keys):
     left = without(keys, refusals(Engine, keys))
     assert Engine.model_validate(left).model_fields_set == set(left)

@@ -268,7 +268,7 @@ def dug(value, path):
 
 
 @pytest.mark.parametrize("name", IMPORTABLE)
-def test_the_new_config_loads_to_what_roll_would_have_done(name, registry, tmp_path, monkeypatch, capsys):
+def test_new_config_loads_with_rolls_settings(name, registry, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ROLL_TEST_MODEL", "/models/policy")
     monkeypatch.setenv("ROLL_TEST_RUNS", "/data/runs")
     monkeypatch.setenv("ROLL_TEST_WANDB", "a key")
@@ -280,39 +280,39 @@ def test_the_new_config_loads_to_what_roll_would_have_done(name, registry, tmp_p
 
 def leaves(value, prefix=""):
     if isinstance(value, dict) and value:
-        return [leaf for key, each in value.items() for leaf in leaves(each, f"{prefix}{key}.")]
+        return [leaf for key, entry in value.items() for leaf in leaves(entry, f"{prefix}{key}.")]
     return [prefix.removesuffix(".")]
 
 
 @pytest.mark.parametrize("name", IMPORTABLE)
-def test_every_key_of_the_file_is_in_the_report_exactly_once(name, registry):
+def test_every_key_of_the_file_is_reported_once(name, registry):
     imported = import_roll(FILES / f"{name}.yaml", registry)
-    own = yaml.safe_load((FILES / f"{name}.yaml").read_text())
-    told = [each.key for each in imported.keys if each.status != "added"]
+    keys = yaml.safe_load((FILES / f"{name}.yaml").read_text())
+    told = [entry.key for entry in imported.keys if entry.status != "added"]
     assert len(told) == len(set(told))
     # What is composed from elsewhere stands below a key that the file itself has as one.
     assert not [
-        leaf for leaf in leaves(own) if leaf not in told and not any(key.startswith(f"{leaf}.") for key in told)
+        leaf for leaf in leaves(keys) if leaf not in told and not any(key.startswith(f"{leaf}.") for key in told)
     ]
-    assert {each.status for each in imported.keys} <= set(IMPORT_STATUSES)
+    assert {entry.status for entry in imported.keys} <= set(IMPORT_STATUSES)
 
 
 @pytest.mark.parametrize("name", IMPORTABLE)
-def test_every_key_is_told_with_its_line(name, registry):
+def test_every_key_is_reported_with_its_line(name, registry):
     """The line that is named bears the key, be it in the file or in a fragment."""
-    for each in import_roll(FILES / f"{name}.yaml", registry).keys:
-        if each.status == "added":
+    for entry in import_roll(FILES / f"{name}.yaml", registry).keys:
+        if entry.status == "added":
             continue
-        file, line, _ = each.where.rsplit(":", 2)
+        file, line, _ = entry.where.rsplit(":", 2)
         text = Path(file).read_text().splitlines()[int(line) - 1]
-        last = each.key.rpartition(".")[2]
-        assert last in text or "${" in text or last.isdigit(), each
+        last = entry.key.rpartition(".")[2]
+        assert last in text or "${" in text or last.isdigit(), entry
 
 
 @pytest.mark.parametrize("name", IMPORTABLE)
 def test_every_value_of_the_new_config_comes_from_an_entry(name, registry):
     imported = import_roll(FILES / f"{name}.yaml", registry)
-    told = {to for each in imported.keys for to in each.to} | {"pipeline"}
+    told = {to for entry in imported.keys for to in entry.to} | {"pipeline"}
     assert not [
         leaf
         for leaf in leaves(imported.config)
@@ -322,19 +322,19 @@ def test_every_value_of_the_new_config_comes_from_an_entry(name, registry):
 
 
 def entries(name, registry):
-    return {each.key: each for each in import_roll(FILES / f"{name}.yaml", registry).keys}
+    return {entry.key: entry for entry in import_roll(FILES / f"{name}.yaml", registry).keys}
 
 
-def test_what_a_strategy_refuses_is_left_out_with_its_own_reason(registry):
-    found = entries("rlvr_megatron_vllm", registry)
+def test_keys_a_strategy_refuses_are_dropped_with_its_reason(registry):
+    result = entries("rlvr_megatron_vllm", registry)
     prefix = "actor_train.strategy_args.strategy_config"
     for key, reason in (
         ("overlap_param_gather", "weights are read between steps"),
         ("some_new_knob", "no such key"),
     ):
-        assert found[f"{prefix}.{key}"].status == "unsupported"
-        assert reason in found[f"{prefix}.{key}"].note
-    engine = found["actor_infer.strategy_args.strategy_config.data_parallel_size"]
+        assert result[f"{prefix}.{key}"].status == "unsupported"
+        assert reason in result[f"{prefix}.{key}"].note
+    engine = result["actor_infer.strategy_args.strategy_config.data_parallel_size"]
     assert engine.status == "unsupported"
     assert "device_mapping" in engine.note
 
@@ -371,7 +371,7 @@ def test_what_a_strategy_refuses_is_left_out_with_its_own_reason(registry):
         ("dpo", "actor_train.training_args.num_train_epochs", "dead"),
     ],
 )
-def test_what_became_of_a_key(file, key, status, registry):
+def test_key_has_its_status(file, key, status, registry):
     assert entries(file, registry)[key].status == status
 
 
@@ -385,7 +385,7 @@ def test_what_became_of_a_key(file, key, status, registry):
     ],
     ids=["megatron", "both", "none", "fsdp2"],
 )
-def test_a_routers_loss_goes_to_the_strategy_that_adds_it(
+def test_routers_loss_goes_to_the_strategy_that_adds_it(
     name, config, coefficient, status, strategy_config, left, registry, tmp_path
 ):
     file = tmp_path / "theirs.yaml"
@@ -395,10 +395,10 @@ def test_a_routers_loss_goes_to_the_strategy_that_adds_it(
         f"  strategy_args: {{strategy_name: {name}, strategy_config: {{{config}}}}}\n"
         "  data_args: {file_name: rows.jsonl}\n"
     )
-    found = import_roll(file, registry)
-    by_key = {each.key: each for each in found.keys}
+    result = import_roll(file, registry)
+    by_key = {entry.key: entry for entry in result.keys}
     assert by_key["sft_train.model_args.moe_aux_loss_coef"].status == status
-    role = found.config["sft_train"]
+    role = result.config["sft_train"]
     assert (role["strategy_args"].get("strategy_config") or None) == strategy_config
     assert role["model_args"].get("moe_aux_loss_coef") == left
 
@@ -435,10 +435,10 @@ def imported_reward(tmp_path, registry, worker, **keys):
     file = tmp_path / "roll.yaml"
     role = {"worker_cls": f"roll.pipeline.rlvr.rewards.{worker}"} | keys
     file.write_text(RLVR + yaml.safe_dump({"rewards": {"one": role}}))
-    found = import_roll(file, registry)
+    result = import_roll(file, registry)
     prefix = "rewards.one."
-    return found.config["rewards"]["one"], {
-        each.key.removeprefix(prefix): each.status for each in found.keys if each.key.startswith(prefix)
+    return result.config["rewards"]["one"], {
+        entry.key.removeprefix(prefix): entry.status for entry in result.keys if entry.key.startswith(prefix)
     }
 
 
@@ -462,12 +462,12 @@ def test_reward_workers_become_rewards(tmp_path, registry, worker, reward):
         ("math_rule_reward_worker.MathRuleRewardWorker", ("renamed", "not needed", "dead")),
     ],
 )
-def test_rewards_with_other_values_are_told(tmp_path, registry, worker, expected):
+def test_rewards_with_other_values_differ(tmp_path, registry, worker, expected):
     _, statuses = imported_reward(tmp_path, registry, worker, reward_type="soft", response_length_penalty_coef=0.5)
     assert tuple(statuses[key] for key in ("worker_cls", "reward_type", "response_length_penalty_coef")) == expected
 
 
-def test_a_judge_with_an_api_keeps_it(tmp_path, registry):
+def test_judge_with_an_api_keeps_it(tmp_path, registry):
     worker = "llm_judge_reward_worker.LLMJudgeRewardWorker"
     api = {"judge_model_name": "m", "judge_api_url": "http://h/v1", "judge_prompt": "qwen"}
     config, statuses = imported_reward(tmp_path, registry, worker, judge_model_type="api", **api)
@@ -477,7 +477,7 @@ def test_a_judge_with_an_api_keeps_it(tmp_path, registry):
     assert (config["reward"], statuses["judge_api_url"]) == ("function", "unsupported")
 
 
-def test_a_service_for_programs_is_replaced_by_the_sandbox(tmp_path, registry):
+def test_service_for_programs_is_replaced_by_the_sandbox(tmp_path, registry):
     worker = "code_sandbox_reward_worker.CodeSandboxRewardWorker"
     config, statuses = imported_reward(tmp_path, registry, worker, use_local=False, code_url="http://sandbox")
     assert (config["reward"], statuses["code_url"]) == ("code", "differs")
@@ -504,8 +504,8 @@ def imported(text, folder):
     file.write_text(text)
     assert main(["import", "roll", str(file), "-o", str(out)]) == 0
     registry = load_registry()
-    found = import_roll(file, registry).keys
-    return {each.key or each.to[0]: each for each in found}, load(out, (), registry).config
+    result = import_roll(file, registry).keys
+    return {entry.key or entry.to[0]: entry for entry in result}, load(out, (), registry).config
 
 
 @pytest.mark.parametrize(
@@ -528,10 +528,10 @@ def imported(text, folder):
         (RLVR + TWO + KL, "target_kl", "differs"),
     ],
 )
-def test_a_key_whose_result_differs_is_told_with_how(text, key, status, tmp_path):
-    found = imported(text, tmp_path)[0][key]
-    assert (found.status, found.to) == (status, (key,))
-    assert bool(found.note) == (status == "differs")
+def test_key_with_a_different_result_has_a_note(text, key, status, tmp_path):
+    result = imported(text, tmp_path)[0][key]
+    assert (result.status, result.to) == (status, (key,))
+    assert bool(result.note) == (status == "differs")
 
 
 @pytest.mark.parametrize(
@@ -558,38 +558,38 @@ def test_a_key_whose_result_differs_is_told_with_how(text, key, status, tmp_path
         ),
     ],
 )
-def test_the_new_config_has_rolls_meaning_where_a_key_says_it(text, expected, tmp_path):
+def test_new_config_has_rolls_meaning_of_a_key(text, expected, tmp_path):
     entries, config = imported(text, tmp_path)
     assert {path: dug(config, path) for path in expected} == expected
     if "8192" in text:
         assert entries["response_length"].status == "dead"
 
 
-def test_an_engine_in_eight_bits_is_not_corrected_for_as_roll_does_not(registry, tmp_path):
+def test_fp8_engine_gets_no_importance_weights_as_in_roll(registry, tmp_path):
     quantised = RLVR.replace("strategy_name: hf_infer", "strategy_name: vllm, strategy_config: {quantization: fp8}")
     _, config = imported(quantised + ONE, tmp_path)
     assert config.actor_infer.weight_format == "fp8"
     assert config.correction.is_weight.enabled is False
 
 
-def test_a_default_of_rolls_whose_result_differs_is_told_with_how(tmp_path):
+def test_roll_default_with_a_different_result_has_a_note(tmp_path):
     silent = RLVR.replace("generating_args: {temperature: 1.0, top_p: 1.0, top_k: -1}", "generating_args: {top_k: 5}")
-    found = imported(silent + ONE, tmp_path / "silent")[0]
+    result = imported(silent + ONE, tmp_path / "silent")[0]
     differs = imported(RLVR.replace("temperature: 1.0", "temperature: 0.95") + ONE, tmp_path / "told")[0]
     note = differs["actor_infer.generating_args.temperature"].note
     assert note
-    assert note in found["actor_infer.generating_args.temperature"].note
-    assert found["actor_infer.generating_args.temperature"].status == "added"
+    assert note in result["actor_infer.generating_args.temperature"].note
+    assert result["actor_infer.generating_args.temperature"].status == "added"
 
 
-def test_warnings_of_the_new_config_are_in_the_report(tmp_path, capsys):
+def test_report_has_warnings_of_the_new_config(tmp_path, capsys):
     masked = RLVR + "rewards: {judge: {worker_cls: my.Worker}}\ndifficulty_mask: true\n"
     (tmp_path / "theirs.yaml").write_text(masked)
     assert main(["import", "roll", str(tmp_path / "theirs.yaml"), "-o", str(tmp_path / "ours.yaml")]) == 0
     assert re.search(r"ours\.yaml:\d+:1: warning: ROLL-C050 difficulty_mask: ", capsys.readouterr().out)
 
 
-def test_an_unknown_key_is_told_with_the_nearest_one(registry):
+def test_unknown_key_is_reported_with_the_nearest(registry):
     assert "did you mean max_running_requests?" in entries("rlvr_lora_deepspeed", registry)["max_running_request"].note
 
 
@@ -645,7 +645,7 @@ def test_clip_ranges_are_those_of_roll(run, clip_range, dual_clip, tmp_path):
         ("user_defined_rollout_loop_cls: my.Loop", "user_defined_rollout_loop_cls"),
     ],
 )
-def test_nothing_that_decides_what_is_learnt_disappears(lines, refused, tmp_path, capsys):
+def test_settings_that_affect_training_are_never_dropped(lines, refused, tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
     file.write_text((FILES / "rlvr_ppo_critic.yaml").read_text() + lines + "\n")
     assert main(["import", "roll", str(file), "-o", str(tmp_path / "ours.yaml")]) == 1
@@ -663,7 +663,7 @@ def test_nothing_that_decides_what_is_learnt_disappears(lines, refused, tmp_path
         ("rollout_only", r"rollout_only\.yaml:3:1: actor_infer"),
     ],
 )
-def test_a_pipeline_that_is_not_here_is_said_so(file, says, tmp_path, capsys):
+def test_missing_pipeline_is_refused_with_the_key(file, says, tmp_path, capsys):
     out = tmp_path / "ours.yaml"
     assert main(["import", "roll", str(FILES / f"{file}.yaml"), "-o", str(out)]) == 2
     shown = capsys.readouterr()
@@ -682,7 +682,7 @@ def test_a_pipeline_that_is_not_here_is_said_so(file, says, tmp_path, capsys):
         ("defaults: [absent]\nsft_train: {}\n", "ROLL-C023"),
     ],
 )
-def test_files_that_roll_could_not_load_either(text, says, tmp_path, capsys):
+def test_files_that_roll_cannot_load_are_refused(text, says, tmp_path, capsys):
     (tmp_path / "theirs.yaml").write_text(text)
     assert main(["import", "roll", str(tmp_path / "theirs.yaml")]) == 2
     assert says in capsys.readouterr().err
@@ -700,21 +700,21 @@ def test_files_that_roll_could_not_load_either(text, says, tmp_path, capsys):
         "training_args: {}",
     ],
 )
-def test_values_of_another_shape_are_refused_and_not_fallen_over(line, tmp_path, capsys):
+def test_values_of_another_type_are_refused(line, tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
     file.write_text(f"pretrain: m\nsequence_length: 8\nsft_train:\n  {line}\n")
     assert main(["import", "roll", str(file), "-o", str(tmp_path / "ours.yaml")]) == 1
     assert mentions(capsys.readouterr().out, "roll-core")
 
 
-def test_what_comes_from_the_environment_stays_there(registry, monkeypatch):
+def test_environment_variables_stay_interpolations(registry, monkeypatch):
     monkeypatch.setenv("ROLL_TEST_MODEL", "/secret/place")
     config = import_roll(FILES / "rlvr_async_sglang.yaml", registry).config
     assert config["pretrain"] == "${oc.env:ROLL_TEST_MODEL}"
     assert config["output_dir"] == "${oc.env:ROLL_TEST_RUNS,./runs}"
 
 
-def test_the_config_goes_to_stdout_and_the_report_beside_it(capsys):
+def test_config_goes_to_stdout_and_the_report_to_stderr(capsys):
     assert main(["import", "roll", str(FILES / "sft_defaults.yaml")]) == 0
     shown = capsys.readouterr()
     assert yaml.safe_load(shown.out)["pipeline"] == "sft"
@@ -723,13 +723,13 @@ def test_the_config_goes_to_stdout_and_the_report_beside_it(capsys):
 
 def test_json_has_the_report_and_the_config(capsys):
     assert main(["import", "roll", str(FILES / "sft_defaults.yaml"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] is True
-    assert yaml.safe_load(found["config"])["response_length"] == 128
-    assert {each["key"]: each["status"] for each in found["keys"]}["sequence_length"] == "renamed"
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is True
+    assert yaml.safe_load(result["config"])["response_length"] == 128
+    assert {entry["key"]: entry["status"] for entry in result["keys"]}["sequence_length"] == "renamed"
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path, capsys):
+def test_existing_file_is_not_overwritten(tmp_path, capsys):
     out = tmp_path / "ours.yaml"
     out.write_text("mine")
     assert main(["import", "roll", str(FILES / "sft_defaults.yaml"), "-o", str(out)]) == 2
@@ -737,7 +737,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path, capsys):
     assert mentions(capsys.readouterr().err, "ROLL-R005", out)
 
 
-def test_without_a_plugin_its_keys_stay_and_the_package_is_named(monkeypatch, tmp_path, capsys):
+def test_keys_of_a_missing_plugin_stay_with_its_package_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("ROLL_PLUGINS", "roll-migrate")
     out = tmp_path / "ours.yaml"
     assert main(["import", "roll", str(FILES / "sft_fsdp2.yaml"), "-o", str(out)]) == 1
@@ -745,18 +745,18 @@ def test_without_a_plugin_its_keys_stay_and_the_package_is_named(monkeypatch, tm
     assert yaml.safe_load(out.read_text())["sft_train"]["strategy_args"]["strategy_config"]["efsdp_size"] == 2
 
 
-def test_a_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, monkeypatch):
+def test_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (FILES / "sft_defaults.yaml").read_text()
     names = "file_name: rows.json"
     Path("theirs.yaml").write_text(text.replace(names, "file_name: [part-?.jsonl, more.jsonl]"))
-    found = {each.key: each for each in import_roll(Path("theirs.yaml"), registry).keys}
-    assert found["sft_train.data_args.file_name"].status == "unsupported"
+    result = {entry.key: entry for entry in import_roll(Path("theirs.yaml"), registry).keys}
+    assert result["sft_train.data_args.file_name"].status == "unsupported"
     for name in ("part-2.jsonl", "part-1.jsonl"):
         Path(name).touch()
     imported = import_roll(Path("theirs.yaml"), registry)
-    found = {each.key: each for each in imported.keys}
-    assert found["sft_train.data_args.file_name"].status == "changed"
+    result = {entry.key: entry for entry in imported.keys}
+    assert result["sft_train.data_args.file_name"].status == "changed"
     names = imported.config["sft_train"]["data_args"]["file_name"]
     assert names == ["part-1.jsonl", "part-2.jsonl", "more.jsonl"]
 
@@ -773,7 +773,7 @@ def test_a_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, mon
         ("dpo", "pretrain", "llava-1.5-7b"),
     ],
 )
-def test_configs_with_images_are_refused_by_name(name, key, value, registry, tmp_path):
+def test_configs_with_images_are_refused_by_key(name, key, value, registry, tmp_path):
     data = compose(FILES / f"{name}.yaml", (), registry).data
     put(data, tuple(key.split(".")), value)
     file = tmp_path / "theirs.yaml"

@@ -22,20 +22,20 @@ CASES = (Path(__file__).parent / "shell_cases.txt").read_text(encoding="utf-8").
 LAUNCH = """launch() { printf '%s\\0' "$@" >> "$LOG"; printf '\\1' >> "$LOG"; }\n"""
 
 
-def read(text, folder, name="run.sh", **given):
+def read(text, folder, name="run.sh", **variables):
     file = folder / name
     file.write_text(text, encoding="utf-8")
-    return read_script(file, {key.removeprefix("_"): value for key, value in given.items()})
+    return read_script(file, {key.removeprefix("_"): value for key, value in variables.items()})
 
 
-def launches(text, folder, **given):
+def launches(text, folder, **variables):
     """Words of each command `launch`."""
-    found = []
-    for command in read(text, folder, **given).commands:
+    result = []
+    for command in read(text, folder, **variables).commands:
         name, *words = command.words
         if name.text == "launch":
-            found.append([word.value("", word.text) for word in words])
-    return found
+            result.append([word.value("", word.text) for word in words])
+    return result
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
@@ -66,13 +66,13 @@ LINES = {"chain": 1, "if": 1, "case": 1, "double brackets": 3, "probe": 2, "arra
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_a_branch_is_followed_where_its_variable_is_given(name, tmp_path):
+def test_branch_is_followed_if_its_variable_is_set(name, tmp_path):
     assert launches(BRANCHES[name], tmp_path, DEVICE="gpu") == [["8"]]
     assert launches(BRANCHES[name], tmp_path, DEVICE="npu") == [["16"]]
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_a_branch_that_is_unknown_is_located(name, tmp_path):
+def test_unknown_branch_is_located(name, tmp_path):
     where = f"{tmp_path / 'run.sh'}:{LINES[name]}"
     with raises_error("ROLL-C024", "DEVICE", at=where):
         script = read(BRANCHES[name], tmp_path)
@@ -82,7 +82,7 @@ def test_a_branch_that_is_unknown_is_located(name, tmp_path):
         script.one([launch for launch in script.launches() if launch.texts[0] == "launch"], "launch")
 
 
-def test_a_branch_without_effect_may_be_unknown(tmp_path):
+def test_branch_without_effect_may_be_unknown(tmp_path):
     text = 'if ! ray status; then ray start --head; fi\nif [ -z "$X" ]; then echo "no X" >&2; exit 1; fi\nlaunch 1\n'
     assert launches(text, tmp_path) == [["1"]]
 
@@ -90,18 +90,18 @@ def test_a_branch_without_effect_may_be_unknown(tmp_path):
 @pytest.mark.parametrize(
     "text", ["launch a=$X", "launch $X", 'launch "a=${X}/b"', "launch $((X * 2))", "Y=$X; launch $Y"]
 )
-def test_a_variable_from_elsewhere_is_unknown_until_it_is_given(text, tmp_path):
+def test_variable_from_elsewhere_is_unknown_until_set(text, tmp_path):
     with raises_error("ROLL-C024", "X"):
         launches(text, tmp_path)
     assert launches(text, tmp_path, X="3")
 
 
-def test_the_environment_is_not_read(tmp_path, monkeypatch):
+def test_environment_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setenv("X", "secret")
     assert launches("launch ${X:-default}", tmp_path) == [["default"]]
 
 
-def test_arguments_are_given_by_number(tmp_path):
+def test_arguments_are_set_by_number(tmp_path):
     text = 'if [ "$#" -lt 2 ]; then echo usage; exit 1; fi\nn=$1; out=$2; shift 2\nlaunch $n "$out" "$@"\n'
     assert read(text, tmp_path).end == f"{tmp_path / 'run.sh'}:1"
     assert launches(text, tmp_path, _1="8", _2="/tmp/x", _3="a.b=1") == [["8", "/tmp/x", "a.b=1"]]
@@ -109,7 +109,7 @@ def test_arguments_are_given_by_number(tmp_path):
         launches("launch a=$1", tmp_path)
 
 
-def test_a_variable_that_the_script_sets_cannot_be_given(tmp_path):
+def test_variable_of_the_script_cannot_be_set_from_outside(tmp_path):
     with raises_error("ROLL-C015", "low", key="--set"):
         launches("low=0.2\nlaunch $low", tmp_path, low="0.1")
     # what it finds out by a program can
@@ -119,19 +119,19 @@ def test_a_variable_that_the_script_sets_cannot_be_given(tmp_path):
         launches(text, tmp_path)
 
 
-def test_the_directory_of_the_script_is_known(tmp_path, monkeypatch):
+def test_directory_of_the_script_is_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = 'ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)\nlaunch "$ROOT" "$PWD/data" "$(pwd)"\n'
     expected = [str(tmp_path.parent), f"{tmp_path}/data", str(tmp_path)]
     assert launches(text, tmp_path) == [expected]
 
 
-def test_a_date_is_that_of_the_import(tmp_path):
+def test_date_is_that_of_the_import(tmp_path):
     ((text,),) = launches("launch run_$(date +%Y%m%d)_a", tmp_path)
     assert re.fullmatch(r"run_20\d{6}_a", text)
 
 
-def test_a_file_of_settings_is_followed_or_missed(tmp_path):
+def test_sourced_file_is_followed_or_reported_missing(tmp_path):
     (tmp_path / "config.sh").write_text("lr=3e-6\n")
     text = 'source "$(dirname "$0")/config.sh"\nlaunch ${lr:-1e-6}\n'
     assert launches(text, tmp_path) == [["3e-6"]]
@@ -140,7 +140,7 @@ def test_a_file_of_settings_is_followed_or_missed(tmp_path):
         launches(text, tmp_path)
 
 
-def test_a_source_of_an_unknown_file_may_set_anything(tmp_path):
+def test_unknown_sourced_file_may_set_any_variable(tmp_path):
     with raises_error("ROLL-C024", "config.env"):
         launches('source "${SLURM_SUBMIT_DIR}/config.env"\nlaunch ${lr:-1e-6}\n', tmp_path)
     text = "source /usr/share/machine.sh\nsource ~/.bashrc\n. venv/bin/activate\nlaunch ${lr:-1e-6}\n"
@@ -169,14 +169,14 @@ def test_words_keep_their_places(tmp_path):
         ("((" * 29 + "a", 1),
     ],
 )
-def test_a_script_that_is_not_understood_is_located(text, line, tmp_path):
+def test_syntax_error_of_a_script_is_located(text, line, tmp_path):
     start = time.monotonic()
     with raises_error("ROLL-C020", at=f"{tmp_path / 'run.sh'}:{line}"):
         launches(text, tmp_path)
     assert time.monotonic() - start < 30
 
 
-def test_a_script_runs_nothing(tmp_path):
+def test_reading_a_script_runs_no_program(tmp_path):
     read(f"touch {tmp_path}/a; x=$(touch {tmp_path}/b); launch `touch {tmp_path}/c` > {tmp_path}/d", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 

@@ -171,25 +171,25 @@ def settings(**changes):
     return yaml.safe_dump(data)
 
 
-def at(value, path):
+def setting(value, path):
     for step in path.split("."):
         value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
     return value
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_run_has_the_settings_of_verl(name, registry, tmp_path):
+def test_imported_run_has_verls_settings(name, registry, tmp_path):
     out = tmp_path / "ours.yaml"
     assert import_config("verl", FILES / name, out, registry, as_json=False, verbose=False) == 0
     config = load(out, (), registry).config
-    assert {path: at(config, path) for path in EXPECTED[name]} == EXPECTED[name]
+    assert {path: setting(config, path) for path in EXPECTED[name]} == EXPECTED[name]
 
 
 @pytest.mark.parametrize("path", ["trainer.colour", "critic.infer_batch_size", "colours.sky", "trainer.colours.sky"])
-def test_an_unknown_key_stays_and_check_rejects_it(path, registry, tmp_path):
+def test_unknown_key_stays_and_check_rejects_it(path, registry, tmp_path):
     text = settings(trainer__total_training_steps=5, **{path.replace(".", "__"): "blue"})
     new = imported(text, registry, tmp_path)
-    (unknown,) = [each for each in new.keys if each.status == "unknown"]
+    (unknown,) = [entry for entry in new.keys if entry.status == "unknown"]
     assert unknown.key == path
     assert value_at(new.config, tuple(unknown.to[0].split("."))) == "blue"
     out = tmp_path / "ours.yaml"
@@ -201,15 +201,15 @@ def test_an_unknown_key_stays_and_check_rejects_it(path, registry, tmp_path):
 def test_every_key_of_a_file_is_reported_once(registry):
     def leaves(value, prefix=""):
         if isinstance(value, dict) and value:
-            return [leaf for key, each in value.items() for leaf in leaves(each, f"{prefix}{key}.")]
+            return [leaf for key, entry in value.items() for leaf in leaves(entry, f"{prefix}{key}.")]
         return [prefix.removesuffix(".")]
 
     for name in ("grpo_fsdp_vllm.yaml", "ppo_megatron.yaml"):
         file = FILES / name
         data = yaml.safe_load(file.read_text())
-        given = leaves(data)
-        told = [each.key for each in import_verl(file, registry).keys if each.status != "added"]
-        assert sorted(told) == sorted(given)
+        keys = leaves(data)
+        told = [entry.key for entry in import_verl(file, registry).keys if entry.status != "added"]
+        assert sorted(told) == sorted(keys)
 
 
 @pytest.mark.parametrize(
@@ -372,10 +372,10 @@ def test_every_key_of_a_file_is_reported_once(registry):
                 {"arr__actor__strategy": "megatron", f"arr__{role}__megatron__override_transformer_config": recomputed},
                 f"actor_rollout_ref.{role}.megatron.override_transformer_config.recompute_modules",
                 status,
-                {f"{ours}.strategy_args.strategy_config.{key}": kept and recomputed[key] for key in recomputed},
+                {f"{ours}.strategy_args.strategy_config.{key}": is_kept and recomputed[key] for key in recomputed},
             )
             for recomputed in ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},)
-            for role, ours, status, kept in (
+            for role, ours, status, is_kept in (
                 ("actor", "actor_train", "renamed", True),
                 ("ref", "reference", "not needed", None),
             )
@@ -536,9 +536,9 @@ def test_every_key_of_a_file_is_reported_once(registry):
         ),
     ],
 )
-def test_a_key(changes, key, status, to, registry, tmp_path):
+def test_key_has_status_and_target(changes, key, status, to, registry, tmp_path):
     new = imported(settings(**changes), registry, tmp_path)
-    assert [each.status for each in new.keys if each.key == key] == [status]
+    assert [entry.status for entry in new.keys if entry.key == key] == [status]
     assert {path: value_at(new.config, tuple(path.split("."))) for path in to} == to
 
 
@@ -547,7 +547,7 @@ def test_a_key(changes, key, status, to, registry, tmp_path):
     # 7 + 5 rows, 3 epochs: a last incomplete batch is dropped in each
     [({}, {"train_batch_size": 5}, 6), ({"train_max_samples": 10}, {"train_batch_size": 8, "gen_batch_size": 3}, 9)],
 )
-def test_epochs_become_steps_where_the_rows_can_be_counted(limit, batch, steps, registry, tmp_path):
+def test_epochs_become_steps_if_rows_can_be_counted(limit, batch, steps, registry, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"a": range(7)}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text('{"a": 1}\n' * 5)
@@ -555,42 +555,42 @@ def test_epochs_become_steps_where_the_rows_can_be_counted(limit, batch, steps, 
     text = settings(data={"train_files": files, **limit, **batch}, trainer__total_epochs=3)
     new = imported(text, registry, tmp_path)
     assert new.config["max_steps"] == steps
-    assert [each.status for each in new.keys if each.key == "trainer.total_epochs"] == ["changed"]
+    assert [entry.status for entry in new.keys if entry.key == "trainer.total_epochs"] == ["changed"]
 
 
 @pytest.mark.parametrize("words", ["--config-name ppo_megatron_trainer.yaml", "-cn \\\n  ppo_megatron_trainer"])
-def test_a_config_name_of_two_words_selects_megatron(words, registry, tmp_path):
+def test_config_name_of_two_words_selects_megatron(words, registry, tmp_path):
     text = f"python3 -m verl.trainer.main_ppo {words} actor_rollout_ref.model.path=m data.train_files=a.parquet\n"
     new = imported(text, registry, tmp_path, "run.sh")
     assert value_at(new.config, ("actor_train", "strategy_args", "strategy_name")) == "megatron_train"
 
 
-def test_a_script_with_an_unknown_variable_is_located(registry, tmp_path):
+def test_unknown_variable_of_a_script_is_located(registry, tmp_path):
     with pytest.raises(ConfigError) as error:
         imported(f"set -x\n{PPO} data.train_files=$DATA/a.parquet\n", registry, tmp_path, "run.sh")
     (problem,) = error.value.problems
     assert (problem.where, problem.key) == (f"{tmp_path / 'run.sh'}:2:{len(PPO) + 2}", "data.train_files")
 
 
-def test_a_key_that_waits_for_a_value_counts_as_missing(registry, tmp_path):
+def test_key_without_a_value_counts_as_missing(registry, tmp_path):
     """verl's composed configs have `???` in the section of an unused reward model."""
     plain = imported(settings(), registry, tmp_path)
     waits = imported(settings(reward__reward_model__rollout__name="???"), registry, tmp_path)
     assert waits.config == plain.config
 
 
-def test_another_file_is_refused(registry, tmp_path):
+def test_config_of_another_framework_is_refused(registry, tmp_path):
     with pytest.raises(UnsupportedError):
         imported("sft_train: {}\n", registry, tmp_path)
 
 
-def test_a_variable_of_the_environment_is_not_read(registry, tmp_path, monkeypatch):
+def test_environment_variable_stays_an_interpolation(registry, tmp_path, monkeypatch):
     monkeypatch.setenv("POLICY", "/secret")
     new = imported(settings(arr__model__path="${oc.env:POLICY}"), registry, tmp_path)
     assert str(new.config["pretrain"]) == "${oc.env:POLICY}"
 
 
-def test_a_script_that_starts_several_runs_is_refused(registry, tmp_path):
+def test_script_that_starts_several_runs_is_refused(registry, tmp_path):
     file = tmp_path / "run.sh"
     launch = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path="
     file.write_text(f"{launch}A\n{launch}B\n")
@@ -600,7 +600,7 @@ def test_a_script_that_starts_several_runs_is_refused(registry, tmp_path):
     assert import_verl(file, registry).config["pretrain"] == "A"
 
 
-def test_a_script_that_deletes_a_key_is_refused_with_its_place(registry, tmp_path):
+def test_script_that_deletes_a_key_is_refused_with_its_place(registry, tmp_path):
     file = tmp_path / "run.sh"
     launch = "cd ~/verl\npython3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=A"
     file.write_text(f"{launch} \\\n    ~actor_rollout_ref.actor.optim.weight_decay\n")
@@ -665,14 +665,14 @@ def test_models_with_images_are_refused_by_name(name, registry, tmp_path):
         script(f"{launch} optim.lr=1 model.path={name}\n", registry, tmp_path)
 
 
-def test_a_script_that_starts_nothing_is_refused(registry, tmp_path):
+def test_script_that_starts_nothing_is_refused(registry, tmp_path):
     with raises_error(UnsupportedError, "verl.trainer.main_ppo"):
         script("pip install verl\npython3 prepare.py --out data\n", registry, tmp_path)
     with raises_error("ROLL-C024", "--set", at=f"{tmp_path / 'run.sh'}:1"):
         script(f"[ $# -gt 0 ] || exit 1\n{PPO} {KEYS} trainer.nnodes=$1\n", registry, tmp_path)
 
 
-def test_a_program_in_a_variable_is_followed_or_asked_for(registry, tmp_path):
+def test_program_in_a_variable_is_followed_or_required(registry, tmp_path):
     text = f"python3 -m ${{MODULE}} {KEYS}\n"
     with raises_error("ROLL-C024", "MODULE", at=f"{tmp_path / 'run.sh'}:1:12"):
         script(text, registry, tmp_path)
@@ -681,7 +681,7 @@ def test_a_program_in_a_variable_is_followed_or_asked_for(registry, tmp_path):
         script(f"verl-train {KEYS}\n", registry, tmp_path)
 
 
-def test_a_file_of_overrides_is_one_of_the_ppo_trainer(registry, tmp_path):
+def test_file_of_overrides_is_a_config_of_the_ppo_trainer(registry, tmp_path):
     new = script(
         "data.train_files=a.parquet \\\ndata.train_batch_size=8\nactor_rollout_ref.model.path=A\n", registry, tmp_path
     )
@@ -699,14 +699,14 @@ def test_overrides_after_a_broken_line_are_refused(registry, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["algorithm", "--config-name=my_trainer", "data.train_files.x=1"])
-def test_a_word_that_is_no_override_is_refused(word, registry, tmp_path):
+def test_word_that_is_no_override_is_refused(word, registry, tmp_path):
     with raises_error(
         (ConfigError, UnsupportedError), word.partition("=")[2] if "--" in word else word.partition("=")[0]
     ):
         script(f"{PPO} {KEYS} {word}\n", registry, tmp_path)
 
 
-def test_epochs_that_cannot_be_counted_ask_for_max_steps(registry, tmp_path):
+def test_uncountable_epochs_require_max_steps(registry, tmp_path):
     for text in (f"{PPO} {KEYS}", f"{PPO} {KEYS} trainer.total_epochs=3"):
         assert script(text, registry, tmp_path).config["max_steps"] == "???"
     with raises_error("ROLL-C011", key="max_steps"):
@@ -719,7 +719,7 @@ def test_epochs_that_cannot_be_counted_ask_for_max_steps(registry, tmp_path):
     assert counted.config["max_steps"] == 60  # verl's 30 epochs of 1024 prompts
 
 
-def test_a_branch_of_devices_is_followed(registry, tmp_path):
+def test_branch_of_devices_is_followed(registry, tmp_path):
     text = f"""DEVICE=${{DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}}
 case $DEVICE in
   gpu) n=8;;
@@ -772,16 +772,19 @@ SFT = {
 
 
 @pytest.mark.parametrize("text", SFT)
-def test_a_script_of_the_sft_trainer_becomes_sft(text, registry, tmp_path):
+def test_script_of_the_sft_trainer_becomes_sft(text, registry, tmp_path):
     new = script(text, registry, tmp_path, _1="8")
     assert new.pipeline == "sft"
     assert {path: value_at(new.config, tuple(path.split("."))) for path in SFT[text]} == SFT[text]
     out = tmp_path / "ours.yaml"
-    given = {"1": "8"}
-    assert import_config("verl", tmp_path / "run.sh", out, registry, as_json=False, verbose=False, variables=given) == 0
+    arguments = {"1": "8"}
+    assert (
+        import_config("verl", tmp_path / "run.sh", out, registry, as_json=False, verbose=False, variables=arguments)
+        == 0
+    )
 
 
-def test_rows_of_verl_pass_check_as_they_are(registry, tmp_path, monkeypatch):
+def test_verls_rows_pass_check(registry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     chat = [{"role": "user", "content": "1+1"}]
     row = {"data_source": "gsm8k", "prompt": chat, "reward_model": {"style": "rule", "ground_truth": "2"}}
@@ -801,7 +804,7 @@ def test_rows_of_verl_pass_check_as_they_are(registry, tmp_path, monkeypatch):
     assert main(check) == 2
 
 
-def test_a_mixture_passes_check_with_its_model(registry, tmp_path, monkeypatch):
+def test_mixture_of_experts_passes_check_with_its_model(registry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keys = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
@@ -818,7 +821,7 @@ def test_a_mixture_passes_check_with_its_model(registry, tmp_path, monkeypatch):
         load(tmp_path / "ours.yaml", ["pretrain=model"], registry, FileCheck())
 
 
-def test_variables_are_given_on_the_command_line(tmp_path, monkeypatch, capsys):
+def test_variables_are_set_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.sh").write_text(f"{PPO} {KEYS} trainer.nnodes=$1 trainer.total_training_steps=$STEPS\n")
     assert main(["import", "verl", "run.sh", "--set", "1=2", "--set", "STEPS=30", "-o", "ours.yaml"]) == 0

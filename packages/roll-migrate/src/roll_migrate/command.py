@@ -147,10 +147,10 @@ def _checked(text: str, name: Path, registry: Registry) -> tuple[str, list[str],
         try:
             loaded = load(file, (), registry)
         except ConfigError as error:
-            return "", [str(each).replace(str(file), str(name)) for each in error.problems], []
+            return "", [str(problem).replace(str(file), str(name)) for problem in error.problems], []
         except PluginError as error:
             return "", [str(error)], []
-        return summary(loaded), [], [each.replace(str(file), str(name)) for each in warnings_of(loaded)]
+        return summary(loaded), [], [warning.replace(str(file), str(name)) for warning in warnings_of(loaded)]
 
 
 def _plain(
@@ -169,7 +169,7 @@ def _plain(
         "ok": not problems,
         "check": verdict or problems,
         "warnings": warnings,
-        "keys": [asdict(each) for each in imported.keys],
+        "keys": [asdict(entry) for entry in imported.keys],
         "config": text,
     }
 
@@ -184,16 +184,16 @@ def _report(
     *,
     verbose: bool,
 ) -> str:
-    counts = Counter(each.status for each in imported.keys)
+    counts = Counter(entry.status for entry in imported.keys)
     counted = ", ".join(f"{counts[status]} {status}" for status in IMPORT_STATUSES if counts[status])
     lines = [f"{file}: {imported.pipeline}, {counted}"]
     for status in ("unsupported", "unknown", "differs", "changed", "renamed", "added", "dead", "not needed", "kept"):
-        entries = [each for each in imported.keys if each.status == status]
+        entries = [entry for entry in imported.keys if entry.status == status]
         if not entries:
             continue
         lines += ["", f"{HEADINGS[status]} ({len(entries)})"]
         if status in BY_NAME and not verbose:
-            lines += _wrapped(sorted({_short(each.key) for each in entries}))
+            lines += _wrapped(sorted({_short(entry.key) for entry in entries}))
         else:
             lines += _told(entries)
     name = out if out is not None else "the new config"
@@ -208,14 +208,14 @@ def _report(
 def _told(entries: list[ImportedKey]) -> list[str]:
     """Format report lines; neighbouring keys of one mapping with the same note share an entry."""
     lines: list[str] = []
-    for (_, note, _), group in groupby(entries, key=lambda each: (_place(each), each.note, each.to)):
-        found = list(group)
-        first = found[0]
+    for (_, note, _), group in groupby(entries, key=lambda entry: (_place(entry), entry.note, entry.to)):
+        alike = list(group)
+        first = alike[0]
         to = " and ".join(first.to)
-        if len(found) == 1:
+        if len(alike) == 1:
             name = f"{first.key} → {to}" if first.key and to and to != first.key else first.key or to
         else:
-            name = f"{_place(first)}: {', '.join(each.key.removeprefix(f'{_place(each)}.') for each in found)}"
+            name = f"{_place(first)}: {', '.join(entry.key.removeprefix(f'{_place(entry)}.') for entry in alike)}"
         lines.append(f"  {first.where}: {name}" if first.where else f"  {name}")
         if note:
             lines.append(f"      {note}")
@@ -275,9 +275,9 @@ def _to_yaml(block: dict[str, Any]) -> str:
 def _escaped(value: Any) -> Any:
     """`value` with `${` read literally, except in interpolations."""
     if isinstance(value, dict):
-        return {key: _escaped(each) for key, each in value.items()}
+        return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_escaped(each) for each in value]
+        return [_escaped(item) for item in value]
     if isinstance(value, Verbatim):
         return str(value)
     return escape(value) if isinstance(value, str) else value
@@ -296,14 +296,14 @@ def _declared(name: str, schema: type[BaseModel]) -> str:
 
 
 def _is_block(value: Any) -> bool:
-    return isinstance(value, dict) and any(isinstance(each, dict) for each in value.values())
+    return isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values())
 
 
 def _ordered(data: dict[str, Any], schema: type[BaseModel] | None) -> dict[str, Any]:
     """Sort keys, also in nested mappings, by their order in the schema; undeclared keys come last."""
     fields = list(schema.model_fields) if schema is not None else []
     names = sorted(data, key=lambda name: fields.index(name) if name in fields else len(fields))
-    found = {}
+    ordered = {}
     for name in names:
         value = data[name]
         if isinstance(value, dict):
@@ -311,8 +311,8 @@ def _ordered(data: dict[str, Any], schema: type[BaseModel] | None) -> dict[str, 
             if schema is not None and name in fields:
                 inner, is_mapping = next(members(schema.model_fields[name].annotation), (None, False))
             if is_mapping:
-                value = {key: _ordered(each, inner) if isinstance(each, dict) else each for key, each in value.items()}
+                value = {key: _ordered(item, inner) if isinstance(item, dict) else item for key, item in value.items()}
             else:
                 value = _ordered(value, inner)
-        found[name] = value
-    return found
+        ordered[name] = value
+    return ordered

@@ -1,6 +1,8 @@
 """Conversion of another framework's config by a table of rules, and the report on its keys.
 
-A subclass belongs to one framework. It supplies the table and the defaults that differ.
+map each key by the table -> add the framework's defaults that differ -> remove keys that a strategy refuses
+
+A subclass belongs to one framework. It supplies the table and the defaults.
 """
 
 from __future__ import annotations
@@ -11,20 +13,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.explain import show
+from roll_core.config.unknown_keys import suggest_key
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
-from roll_migrate.rules import Each, Key, KeyRule, Outcome, value_at
+from roll_migrate.rules import AnyName, Key, Outcome, convert_single, dotted, value_at
 from roll_migrate.strategies import refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from roll_core.config.compose import ComposedConfig
-    from roll_core.config.source import KeyPath
+    from roll_core.config.source import KeyPath, Source
     from roll_core.plugins.registry import Registry
-    from roll_migrate.rules import ImportStatus, Table
+    from roll_migrate.rules import Convert, ImportStatus, Table
 
 GENERATES = "actor_infer"
 NULL_MEANS_SOMETHING = ("track_with",)
@@ -68,6 +71,7 @@ class Conversion:
     """The other framework's config, with interpolations resolved."""
     pipeline: str
     """Name of roll-core's pipeline, or of the framework's table for it."""
+    table: Table
     registry: Registry
     where: Callable[[KeyPath], str]
     """Returns `file:line:column` of a key."""
@@ -77,9 +81,44 @@ class Conversion:
     quantized: bool = False
     """True if the engine receives weights in a format other than their dtype, such as fp8."""
 
-    def _key(self, path: KeyPath) -> Key:
+    def run(self, pipeline: str, unused: Mapping[str, str] | None = None) -> ImportedConfig:
+        """Convert to a config of `pipeline`. `unused` has reasons for top-level keys that are not needed."""
+        self.config["pipeline"] = pipeline
+        self._mapping(self.table, self._keys(), (), unused or {})
+        added = self._put_added(list(self._defaults()))
+        for role in self._roles():
+            if isinstance(value_at(self.config, (*role, "strategy_args", "strategy_name")), str):
+                self._strategy(role)
+        added += self._put_added(self._late_defaults())
+        remaining = [entry for entry in added if has(self.config, dotted(entry.to[0]))]
+        return ImportedConfig(pipeline, self.config, (*self.entries.values(), *remaining))
+
+    # -- a framework's part --------------------------------------------------------------------------------------------
+
+    def _keys(self) -> dict[str, Any]:
+        """Values by name that the report covers."""
+        return self.source
+
+    def _roles(self) -> Iterable[KeyPath]:
+        """Paths of roles in the new config."""
+        return ()
+
+    def _defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
+        """Values, with a note each, where the new config has none."""
+        return ()
+
+    def _late_defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
+        """Values that depend on what the strategies' schemas accepted."""
+        return ()
+
+    def _key(self, path: KeyPath, value: Any) -> Key:
         """The key as rules see it."""
-        return Key(path, self.source, self.pipeline, self.registry.names(TrackerProvider))
+        trackers = self.registry.names(TrackerProvider)
+        return Key(path, self.source, self.pipeline, trackers, self._new_role(path), value)
+
+    def _new_role(self, path: KeyPath) -> str:
+        """Dotted name of the role in the new config that gets settings of a key's role."""
+        return ""
 
     def _renamed(self, path: KeyPath) -> KeyPath:
         """The path in the new config: roles may have other names."""
@@ -93,31 +132,32 @@ class Conversion:
         """Record a key that `table` does not have."""
         raise NotImplementedError
 
-    def _mapping(self, table: Table, value: dict[str, Any], path: KeyPath, unused: Mapping[str, str]) -> None:
-        for name, each in value.items():
-            here = (*path, str(name))
+    # -- key by key ----------------------------------------------------------------------------------------------------
+
+    def _mapping(self, table: Table, values: Mapping[str, Any], path: KeyPath, unused: Mapping[str, str]) -> None:
+        for name, value in values.items():
+            key = (*path, str(name))
             rule = table.get(str(name))
             if not path and name in unused:
-                self._record(here, each, Outcome("not needed", (), unused[name]))
+                self._record(key, value, Outcome("not needed", (), unused[name]))
             elif rule is None:
-                self._unknown(table, here, each)
-            elif isinstance(rule, KeyRule):
-                self._apply(rule, here, each)
-            elif each is None or each == {}:
-                self._record(here, each, Outcome("not needed", (), "it is empty"))
-            elif not isinstance(each, dict):
-                self._record(here, each, Outcome("unsupported", ((here, each),), "expected a mapping"))
-            elif isinstance(rule, Each):
-                self._mapping(dict.fromkeys(map(str, each), rule.rule), each, here, {})
+                self._unknown(table, key, value)
+            elif callable(rule):
+                self._apply(rule, key, value)
+            elif value is None or value == {}:
+                self._record(key, value, Outcome("not needed", (), "it is empty"))
+            elif not isinstance(value, dict):
+                self._record(key, value, Outcome("unsupported", ((key, value),), "expected a mapping"))
+            elif isinstance(rule, AnyName):
+                self._mapping(dict.fromkeys(map(str, value), rule.rule), value, key, {})
             else:
-                self._mapping(self._table(here, rule, each), each, here, {})
+                self._mapping(self._table(key, rule, value), value, key, {})
 
-    def _apply(self, rule: KeyRule, path: KeyPath, value: Any) -> None:
+    def _apply(self, rule: Convert, path: KeyPath, value: Any) -> None:
         if value is None and path[-1] not in NULL_MEANS_SOMETHING:
             self._record(path, value, Outcome("not needed", (), "null has no effect"))
             return
-        key = self._key(path)
-        outcome = rule(value, key)
+        outcome = convert_single(rule, value, self._key(path, value))
         if isinstance(value, Verbatim) and any(written != value for _, written in outcome.writes):
             writes = tuple((target, value) for target, _ in outcome.writes)
             outcome = Outcome("kept", writes, "its value comes from the environment and was not converted")
@@ -129,7 +169,7 @@ class Conversion:
         for target, written in outcome.writes:
             put(self.config, target, deepcopy(written))
         outcome = _with_values(path, value, outcome)
-        for leaf in keys(value, path):
+        for leaf in leaf_paths(value, path):
             rest = leaf[len(path) :]
             to = tuple(
                 ".".join((*target, *rest) if isinstance(written, dict) else target)
@@ -137,6 +177,12 @@ class Conversion:
                 if not isinstance(written, dict) or has(written, rest)
             )
             self.entries[leaf] = ImportedKey(self.where(leaf), ".".join(leaf), outcome.status, to, outcome.note)
+
+    def _skip(self, paths: Iterable[KeyPath], note: str, source: Source | None = None) -> None:
+        """Record keys that composed the config, with their places in `source`."""
+        for path in paths:
+            where = self.where(path) if source is None else source.locate(path, key=True)
+            self.entries[path] = ImportedKey(where, ".".join(path), "not needed", note=note)
 
     def _put_added(self, added: Iterable[tuple[KeyPath, object, str]]) -> list[ImportedKey]:
         """Add values where the new config has none, and return an entry for each added key."""
@@ -157,44 +203,43 @@ class Conversion:
             provider = self.registry.find(kind, arguments["strategy_name"])
         except PluginError:
             return  # `check` names the missing package; without its schema no key can be checked
-        owner = self.registry.owner(provider)
-        schema = schema_of(provider, StrategyConfig, owner=owner)
-        keys = arguments.get("strategy_config") or {}
-        if not isinstance(keys, dict):
+        schema = schema_of(provider, StrategyConfig, owner=self.registry.owner(provider))
+        options = arguments.get("strategy_config") or {}
+        if not isinstance(options, dict):
             return
-        stay = {
+        rejected = {
             entry.to[0].rpartition(".")[2]
             for entry in self.entries.values()
             if entry.status == "unsupported" and entry.to and entry.to[0].startswith(prefix)
         }
-        refused = refusals(schema, {key: each for key, each in keys.items() if key not in stay})
-        for path, reason in refused.items():
+        checked = {name: value for name, value in options.items() if name not in rejected}
+        for path, reason in refusals(schema, checked).items():
             self._withdraw((*role, "strategy_args", "strategy_config", *path), "unsupported", reason)
-        taken = {key: each for key, each in keys.items() if key not in stay}
-        self._slots(role, schema, taken)
+        accepted = {name: value for name, value in options.items() if name not in rejected}
+        self._slots(role, schema, accepted)
         if generates:
-            self.quantized = schema.model_construct(**taken).weight_format() != "dtype"
+            self.quantized = schema.model_construct(**accepted).weight_format() != "dtype"
 
-    def _slots(self, role: KeyPath, schema: type[StrategyConfig], keys: dict[str, Any]) -> None:
-        given = value_at(self.config, role).get("num_gpus_per_worker")
-        computed = schema.model_construct(**keys).slots_per_worker() if role == (GENERATES,) else 1
-        if given is not None and computed is not None and given != computed:
+    def _slots(self, role: KeyPath, schema: type[StrategyConfig], options: dict[str, Any]) -> None:
+        slots = value_at(self.config, role).get("num_gpus_per_worker")
+        computed = schema.model_construct(**options).slots_per_worker() if role == (GENERATES,) else 1
+        if slots is not None and computed is not None and slots != computed:
             self._withdraw((*role, "num_gpus_per_worker"), "not needed", f"the strategy sets {computed} per worker")
 
     def _withdraw(self, target: KeyPath, status: ImportStatus, reason: str) -> None:
         """Remove a key from the new config, and change the entries of the keys that it came from."""
-        _take(self.config, target)
-        dotted = ".".join(target)
+        _remove(self.config, target)
+        name = ".".join(target)
         for path, entry in self.entries.items():
-            if any(each == dotted or each.startswith(f"{dotted}.") for each in entry.to):
+            if any(to == name or to.startswith(f"{name}.") for to in entry.to):
                 self.entries[path] = replace(entry, status=status, to=(), note=reason)
 
 
-def keys(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+def leaf_paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:
     """Yield the paths of all keys without further keys below them."""
     if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from keys(each, (*path, str(key)))
+        for name, inner in value.items():
+            yield from leaf_paths(inner, (*path, str(name)))
     else:
         yield path
 
@@ -204,20 +249,26 @@ def _with_values(path: KeyPath, value: Any, outcome: Outcome) -> Outcome:
     if len(outcome.writes) != 1 or outcome.status not in ("changed", "renamed"):
         return outcome
     written = outcome.writes[0][1]
-    if written == value or any(isinstance(each, (dict, list)) for each in (value, written)):
+    if written == value or isinstance(value, (dict, list)) or isinstance(written, (dict, list)):
         return outcome
     change = f"{show(value, path[-1])} → {show(written, path[-1])}"
     return replace(outcome, note=f"{change}: {outcome.note}" if outcome.note else change)
 
 
-def paths(table: Table, prefix: KeyPath = ()) -> Iterator[KeyPath]:
+def did_you_mean(path: KeyPath, table: Table, paths: Iterable[KeyPath]) -> str:
+    """`; did you mean …` with the nearest key of `table` or of `paths`; empty without one."""
+    hint = suggest_key(path, sorted(table), list(paths))[0]
+    return f"; {hint}" if hint else ""
+
+
+def table_paths(table: Table, prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the paths of all keys of a table."""
     for name, rule in table.items():
         yield (*prefix, name)
-        if isinstance(rule, Each):
-            yield from () if isinstance(rule.rule, KeyRule) else paths(rule.rule, (*prefix, name, "*"))
-        elif not isinstance(rule, KeyRule):
-            yield from paths(rule, (*prefix, name))
+        if isinstance(rule, AnyName):
+            yield from () if callable(rule.rule) else table_paths(rule.rule, (*prefix, name, "*"))
+        elif not callable(rule):
+            yield from table_paths(rule, (*prefix, name))
 
 
 def has(data: Any, path: KeyPath) -> bool:
@@ -239,12 +290,12 @@ def put(data: dict[str, Any], path: KeyPath, value: Any) -> bool:
     return True
 
 
-def _take(data: dict[str, Any], path: KeyPath) -> None:
+def _remove(data: dict[str, Any], path: KeyPath) -> None:
     """Remove the value at `path`, and mappings that become empty."""
     parent = value_at(data, path[:-1])
     parent.pop(path[-1], None)
     if not parent and len(path) > 1:
-        _take(data, path[:-1])
+        _remove(data, path[:-1])
 
 
 def with_environment(composed: ComposedConfig) -> dict[str, Any]:
@@ -254,8 +305,8 @@ def with_environment(composed: ComposedConfig) -> dict[str, Any]:
     cannot be resolved.
     """
     data: dict[str, Any] = deepcopy(composed.data)
-    from_environment = {path: text for path in _leaves(data) if (text := _environment_text(path, composed))}
-    problems = [each for each in composed.problems if tuple(each.key.split(".")) not in from_environment]
+    from_environment = {path: text for path in _item_paths(data) if (text := _environment_text(path, composed))}
+    problems = [problem for problem in composed.problems if dotted(problem.key) not in from_environment]
     if problems:
         raise ConfigError(problems)
     for path, text in from_environment.items():
@@ -268,20 +319,20 @@ def with_environment(composed: ComposedConfig) -> dict[str, Any]:
 
 def _environment_text(path: KeyPath, composed: ComposedConfig) -> str:
     """Text of the interpolation if `path` comes only from the environment; otherwise empty."""
-    found = composed.positions.interpolations.get(path)
+    interpolation = composed.positions.interpolations.get(path)
     for _ in range(len(composed.positions.interpolations)):
-        if found is None or found.from_environment or found.target is None:
+        if interpolation is None or interpolation.from_environment or interpolation.target is None:
             break
-        found = composed.positions.interpolations.get(found.target)
-    if found is None or not found.from_environment or "${" in _ENVIRONMENT.sub("", found.text):
+        interpolation = composed.positions.interpolations.get(interpolation.target)
+    if interpolation is None or not interpolation.from_environment or "${" in _ENVIRONMENT.sub("", interpolation.text):
         return ""
-    return found.text
+    return interpolation.text
 
 
-def _leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+def _item_paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the paths of all values, including items of lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in items:
-        yield from _leaves(each, (*path, str(key)))
+    for name, inner in items:
+        yield from _item_paths(inner, (*path, str(name)))
     if not items and path:
         yield path

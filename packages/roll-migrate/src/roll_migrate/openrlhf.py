@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.config.unknown_keys import suggest_key
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.spec.providers import TrackerProvider
 from roll_migrate import openrlhf_flags as launch
 from roll_migrate import openrlhf_keys as rlhf
-from roll_migrate.conversion import Conversion, ImportedConfig, has
-from roll_migrate.rules import Outcome, dotted, value_at
+from roll_migrate.conversion import Conversion, did_you_mean
+from roll_migrate.rules import Outcome, convert_single, dotted
 from roll_migrate.scripts import read_script
 from roll_migrate.shared_rules import refuse_images
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from roll_core.config.source import KeyPath
     from roll_core.plugins.registry import Registry
-    from roll_migrate.rules import KeyRule, Table
+    from roll_migrate.conversion import ImportedConfig
+    from roll_migrate.rules import Table
     from roll_migrate.shell_reader import Word
 
 _MODULE = re.compile(r"(?:.*/)?openrlhf[./]cli[./](\w+?)(?:\.py)?")
@@ -51,55 +52,56 @@ def import_openrlhf(path: Path, registry: Registry, variables: Mapping[str, str]
     conversion = _OpenRLHFConversion(
         source=source,
         pipeline=launch.PIPELINES[trainer],
+        table=rlhf.TABLES[trainer],
         registry=registry,
         where=lambda key: flags[key[0]][1] if key and key[0] in flags else str(path),
+        flags={name: value for name, (value, _) in flags.items()},
     )
-    return conversion.run({name: value for name, (value, _) in flags.items()})
+    return conversion.run(conversion.pipeline)
 
 
 def _launch(path: Path, variables: Mapping[str, str]) -> tuple[str, tuple[Word, ...], int]:
     """The trainer, the words after it, and the launcher's number of GPUs (0 if it is not written)."""
     script, expected = read_script(path, variables), " or ".join(launch.TRAINERS)
-    found = script.one([each for each in script.launches() if _MODULE.fullmatch(each.program)], expected)
-    trainer = _MODULE.sub(r"\1", found.program)
+    started = script.one([launch for launch in script.launches() if _MODULE.fullmatch(launch.program)], expected)
+    trainer = _MODULE.sub(r"\1", started.program)
     if trainer not in launch.TRAINERS:
-        raise UnsupportedError(f"{found.where}: the script starts {trainer}: expected {expected}")
-    pairs = (f"{before}={text}" for before, text in zip(("", *found.before), found.before, strict=False))
-    gpus = [match[1] for text in (*pairs, *found.before) if (match := _GPUS.fullmatch(text))]
-    return trainer, found.words, int(gpus[0]) if gpus else 0
+        raise UnsupportedError(f"{started.where}: the script starts {trainer}: expected {expected}")
+    gpus = [match[1] for text in started.options() if (match := _GPUS.fullmatch(text))]
+    return trainer, started.words, int(gpus[0]) if gpus else 0
 
 
 def _flags(trainer: str, words: Sequence[Word]) -> Iterator[tuple[str, Any, str]]:
     """Yield name, value and position of each flag. Raises `ConfigError` for a word that belongs to none."""
-    table, at = rlhf.TABLES[trainer], 0
-    while at < len(words):
-        word = words[at]
-        at += 1
+    table, i = rlhf.TABLES[trainer], 0
+    while i < len(words):
+        word = words[i]
+        i += 1
         flag = _FLAG.fullmatch(word.value("", word.text) if not word.text.startswith("--") else word.text)
         if flag is None:
             raise _wrong(word, "", f"{word.text} is the value of no flag", "ROLL-C013")
         name, known = flag[1], flag[1] in table
         meaning = launch.ALIASES[trainer].get(name, (name,))[0]
-        given = [] if flag[2] is None else [word.value(name, flag[2])]
+        texts = [] if flag[2] is None else [word.value(name, flag[2])]
         limit = launch.LISTS.get(meaning, 1) if known else 0
         takes = flag[2] is None and not (known and meaning in launch.SWITCHES)
-        while takes and at < len(words) and not words[at].text.startswith("--") and (not limit or len(given) < limit):
-            text = words[at].text
-            given.append("given" if meaning in launch.SECRETS else words[at].value(name, text))
-            at += 1
-        yield name, _value(name, meaning, given, word) if known else " ".join(given) or True, word.where
+        while takes and i < len(words) and not words[i].text.startswith("--") and (not limit or len(texts) < limit):
+            text = words[i].text
+            texts.append("given" if meaning in launch.SECRETS else words[i].value(name, text))
+            i += 1
+        yield name, _value(name, meaning, texts, word) if known else " ".join(texts) or True, word.where
 
 
-def _value(name: str, meaning: str, given: list[str], word: Word) -> Any:
+def _value(name: str, meaning: str, texts: list[str], word: Word) -> Any:
     """The value of a flag from its words. Raises `ConfigError` if their number or type is wrong."""
     if meaning in launch.SWITCHES:
-        if given:
-            raise _wrong(word, name, f"found {given[0]}, but the flag is a switch without a value", "ROLL-C013")
+        if texts:
+            raise _wrong(word, name, f"found {texts[0]}, but the flag is a switch without a value", "ROLL-C013")
         return True
     expected = launch.LISTS.get(meaning, 1)
-    if not given or (expected and len(given) != expected):
-        raise _wrong(word, name, f"found {len(given)} values, expected {expected or 'at least one'}", "ROLL-C011")
-    values: list[Any] = given if meaning in launch.TEXTS else [_number(each, word, name) for each in given]
+    if not texts or (expected and len(texts) != expected):
+        raise _wrong(word, name, f"found {len(texts)} values, expected {expected or 'at least one'}", "ROLL-C011")
+    values: list[Any] = texts if meaning in launch.TEXTS else [_number(text, word, name) for text in texts]
     return values if meaning in launch.LISTS else values[0]
 
 
@@ -122,42 +124,39 @@ def _wrong(word: Word, name: str, message: str, code: str) -> ConfigError:
 # -- conversion --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, kw_only=True)
 class _OpenRLHFConversion(Conversion):
     """Conversion of the flags of one launch."""
 
-    __slots__ = ()
+    flags: dict[str, Any]
+    """Flags as they are written."""
 
-    def run(self, flags: Mapping[str, Any]) -> ImportedConfig:
-        self.config["pipeline"] = self.pipeline
-        trainer = self.source[launch.TRAINER]
-        table = rlhf.TABLES[trainer]
-        self._mapping(table, dict(flags), (), {})
-        for name, default in rlhf.IMPLIED.get(trainer, {}).items():
-            rule: KeyRule = table[name]  # type: ignore[assignment]
-            outcome = rule(default, self._key((name,)))
-            if name not in self.source and outcome.status != "not needed":
-                self._record((name,), default, outcome)
-        added = self._put_added(self._defaults())
-        for role in launch.placement(self.source):
-            path = dotted(role)
-            if isinstance(value_at(self.config, (*path, "strategy_args", "strategy_name")), str):
-                self._strategy(path)
-        kept = [each for each in added if has(self.config, dotted(each.to[0]))]
-        return ImportedConfig(self.pipeline, self.config, (*self.entries.values(), *kept))
+    def _keys(self) -> dict[str, Any]:
+        return self.flags
+
+    def _new_role(self, path: KeyPath) -> str:
+        return launch.POLICY[self.source[launch.TRAINER]]
+
+    def _roles(self) -> Iterable[KeyPath]:
+        return map(dotted, launch.placement(self.source))
 
     def _unknown(self, table: Table, path: KeyPath, value: Any) -> None:
-        hint = suggest_key(path, sorted(table), [])[0]
-        note = f"not a flag of OpenRLHF 0.7 to 0.11{f'; {hint}' if hint else ''}; left in the config"
-        self._record(path, value, Outcome("unknown", ((path, value),), f"{note}, which `check` rejects"))
+        hint = did_you_mean(path, table, ())
+        note = f"not a flag of OpenRLHF 0.7 to 0.11{hint}; left in the config, which `check` rejects"
+        self._record(path, value, Outcome("unknown", ((path, value),), note))
 
     def _defaults(self) -> list[tuple[KeyPath, object, str]]:
         """OpenRLHF's default behaviour where roll-core's differs."""
         source = self.source
+        for name, default in rlhf.IMPLIED[source[launch.TRAINER]].items():
+            outcome = convert_single(rlhf.TABLES[source[launch.TRAINER]][name], default, self._key((name,), default))
+            if name not in source and outcome.status != "not needed":
+                self._record((name,), default, outcome)
         role = launch.POLICY[source[launch.TRAINER]]
         values: dict[str, object] = {
             "save_steps": 0,
             "max_ckpt_to_keep": 3,
-            "track_with": [each for each in launch.trackers(source) if each in self.registry.names(TrackerProvider)],
+            "track_with": [name for name in launch.trackers(source) if name in self.registry.names(TrackerProvider)],
         }
         if source[launch.TRAINER] == launch.PPO:
             values |= self._rollouts()
@@ -170,8 +169,8 @@ class _OpenRLHFConversion(Conversion):
         values |= self._trained(role, "actor." if source[launch.TRAINER] == launch.PPO else "", 1e-6)
         if launch.has_critic(source):
             values |= self._trained("critic", "critic.", 9e-6)
-            own = source.get("actor.model_name_or_path")
-            model = source.get("reward.model_name_or_path") if launch.has_reward_model(source) else own
+            role = "reward" if launch.has_reward_model(source) else "actor"
+            model = source.get(f"{role}.model_name_or_path")
             values |= {"value_clip": 0.5, **({"critic.model_args.model_name_or_path": model} if model else {})}
         added = [(dotted(key), value, "OpenRLHF's default") for key, value in values.items()]
         note = "follows from OpenRLHF's flags and defaults"
@@ -182,13 +181,13 @@ class _OpenRLHFConversion(Conversion):
     def _columns(self) -> dict[str, object]:
         """Columns of the rows, and their template."""
         source = self.source
-        found: dict[str, object] = {}
+        defaults: dict[str, object] = {}
         for data in launch.columns(source):
             if not source.get("data.apply_chat_template"):
-                found[f"{data}.template"] = "plain"
+                defaults[f"{data}.template"] = "plain"
             if (name := launch.fact(source, "data.input_key")) and "data.input_key" not in source:
-                found[f"{data}.{'messages' if source.get('data.apply_chat_template') else 'prompt'}"] = name
-        return found
+                defaults[f"{data}.{'messages' if source.get('data.apply_chat_template') else 'prompt'}"] = name
+        return defaults
 
     def _trained(self, role: str, prefix: str, rate: float) -> dict[str, object]:
         source, args = self.source, f"{role}.training_args"

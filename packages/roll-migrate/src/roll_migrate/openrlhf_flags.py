@@ -120,12 +120,12 @@ In PPO, `model` is `actor`, and an optimizer's flags are those of `actor` and `c
 
 def _aliases(trainer: str) -> dict[str, tuple[str, ...]]:
     """Flat flags of a trainer, with the dotted flags that they set."""
-    found: dict[str, tuple[str, ...]] = {}
+    flags: dict[str, tuple[str, ...]] = {}
     groups = {"model": ["actor"], "": ["actor", "critic"]} if trainer == PPO else {}
     for group, names in _ALIASES.items():
         for new, _, old in (name.partition("=") for name in names.split()):
-            found[old or new] = tuple(".".join(filter(None, (each, new))) for each in groups.get(group, [group]))
-    return found if trainer == PPO else {**found, "learning_rate": ("adam.lr",)}
+            flags[old or new] = tuple(f"{prefix}.{new}".lstrip(".") for prefix in groups.get(group, [group]))
+    return flags if trainer == PPO else {**flags, "learning_rate": ("adam.lr",)}
 
 
 ALIASES = {trainer: _aliases(trainer) for trainer in TRAINERS}
@@ -249,13 +249,13 @@ def placement(source: Mapping[str, Any]) -> dict[str, range]:
     sizes = {
         role: positive(source, f"{role}.num_nodes") * positive(source, f"{role}.num_gpus_per_node") for role in GROUPS
     }
-    found: dict[str, range] = {policy: range(sizes["actor"])}
+    slots: dict[str, range] = {policy: range(sizes["actor"])}
     end = sizes["actor"]
 
     def place(role: str, size: int, beside: str | None) -> None:
         nonlocal end
-        start = found[beside].start if beside in found else end
-        found[role] = range(start, start + size)
+        start = slots[beside].start if beside in slots else end
+        slots[role] = range(start, start + size)
         end = max(end, start + size)
 
     policy_slots = policy if together else None
@@ -268,7 +268,7 @@ def placement(source: Mapping[str, Any]) -> dict[str, range]:
         place(f"rewards.{REWARD}", sizes["reward"], policy_slots or beside)
     engines = positive(source, "vllm.num_engines") * positive(source, "vllm.tensor_parallel_size")
     place("actor_infer", engines, policy if together and not ahead else None)
-    return found
+    return slots
 
 
 GROUPS = {"actor": "actor_train", "critic": "critic", "ref": "reference", "reward": f"rewards.{REWARD}"}
@@ -345,21 +345,21 @@ def strategy(source: Mapping[str, Any], *, trains: bool) -> tuple[str, dict[str,
 def computed(source: Mapping[str, Any]) -> dict[str, Any]:
     """Values that follow from several flags, by dotted key."""
     prompt, response, _ = lengths(source)
-    found: dict[str, Any] = {"prompt_length": prompt, "response_length": response}
+    values: dict[str, Any] = {"prompt_length": prompt, "response_length": response}
     for role, slots in placement(source).items():
-        found[f"{role}.device_mapping"] = f"list(range({slots.start},{slots.stop}))"
+        values[f"{role}.device_mapping"] = f"list(range({slots.start},{slots.stop}))"
         if role != "actor_infer":
             trains = role in (POLICY[source[TRAINER]], "critic")
-            found[f"{role}.strategy_args.strategy_name"], keys = strategy(source, trains=trains)
-            found |= {f"{role}.strategy_args.strategy_config.{name}": each for name, each in keys.items()}
+            values[f"{role}.strategy_args.strategy_name"], keys = strategy(source, trains=trains)
+            values |= {f"{role}.strategy_args.strategy_config.{name}": value for name, value in keys.items()}
             if trains:
                 micro, steps, _ = accumulation(source, role)
-                found[f"{role}.training_args.per_device_train_batch_size"] = micro
-                found[f"{role}.training_args.gradient_accumulation_steps"] = steps
+                values[f"{role}.training_args.per_device_train_batch_size"] = micro
+                values[f"{role}.training_args.gradient_accumulation_steps"] = steps
     if source[TRAINER] == PPO:
-        found |= {f"{role}.infer_batch_size": fact(source, "rollout.micro_batch_size") for role in scored(source)}
-        found |= {f"{role}.{name}": each for role, keys in dynamic(source) for name, each in keys.items()}
-    return found
+        values |= {f"{role}.infer_batch_size": fact(source, "rollout.micro_batch_size") for role in scored(source)}
+        values |= {f"{role}.{name}": value for role, keys in dynamic(source) for name, value in keys.items()}
+    return values
 
 
 def files(value: Any) -> list[str] | None:

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config.compose import compose
 from roll_core.config.positions import FileLayer
-from roll_core.config.unknown_keys import suggest_key
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.providers import TrackerProvider
 from roll_migrate.conversion import (
     GENERATES,
     Conversion,
     ImportedConfig,
-    ImportedKey,
-    keys,
-    paths,
+    did_you_mean,
+    leaf_paths,
     put,
+    table_paths,
     with_environment,
 )
 from roll_migrate.roll_keys import (
@@ -42,10 +41,10 @@ from roll_migrate.roll_keys import (
 )
 from roll_migrate.roll_pipelines import ON_POLICY, recognise
 from roll_migrate.roll_values import MAX_RUNNING, is_pure
-from roll_migrate.rules import Each, Key, KeyRule, Outcome, value_at
+from roll_migrate.rules import AnyName, Key, KeyRule, Outcome, value_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from roll_core.config.compose import ComposedConfig
@@ -87,14 +86,16 @@ def import_roll(path: Path, registry: Registry) -> ImportedConfig:
     composed = compose(path, (), registry)
     data = with_environment(composed)
     pipeline = recognise(data, composed.positions)
-    return _RollConversion(
+    conversion = _RollConversion(
         source=data,
         pipeline=pipeline,
+        table=TABLES[pipeline],
         registry=registry,
         where=lambda key: str(composed.positions.key(key)),
         composed=composed,
         name=str(path),
-    ).run()
+    )
+    return conversion.convert()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,42 +105,31 @@ class _RollConversion(Conversion):
     composed: ComposedConfig
     name: str
 
-    def run(self) -> ImportedConfig:
-        ours = "distill" if self.pipeline == ON_POLICY else self.pipeline
-        self.config["pipeline"] = ours
-        self._composition()
-        table = dict(TABLES[self.pipeline])
-        if self._several_teachers:
-            table["teacher"] = Each(TEACHER)
-        self._mapping(table, self.source, (), self._unused_roles())
-        teachers = (("teachers", name) for name in self.config.get("teachers", ()) if self._several_teachers)
-        for role in (*map(self._renamed, ((name,) for name in table)), *teachers):
-            if isinstance(value_at(self.config, (*role, "strategy_args", "strategy_name")), str):
-                self._strategy(role)
-        added = self._add()
-        return ImportedConfig(ours, self.config, (*self.entries.values(), *added))
-
-    # -- key by key ----------------------------------------------------------------------------------------------------
-
-    def _composition(self) -> None:
-        """Record `defaults` and `hydra`, which have no effect once the files are composed."""
+    def convert(self) -> ImportedConfig:
+        """Convert the config."""
         for layer in self.composed.positions.layers:
             if isinstance(layer, FileLayer) and layer.source.name == self.name:
                 for key, note in (("defaults", "the new file contains its fragments"), ("hydra", "it has no effect")):
-                    for path in keys(layer.source.data[key], (key,)) if key in layer.source.data else ():
-                        where = layer.source.locate(path, key=True)
-                        self.entries[path] = ImportedKey(where, ".".join(path), "not needed", note=note)
+                    if key in layer.source.data:
+                        self._skip(leaf_paths(layer.source.data[key], (key,)), note, layer.source)
+        if self._several_teachers:
+            self.table = {**self.table, "teacher": AnyName(TEACHER)}
+        return self.run("distill" if self.pipeline == ON_POLICY else self.pipeline, self._unused_roles())
 
-    def _key(self, path: KeyPath) -> Key:
+    def _roles(self) -> Iterable[KeyPath]:
+        teachers = (("teachers", name) for name in self.config.get("teachers", ()) if self._several_teachers)
+        return (*map(self._renamed, ((name,) for name in self.table)), *teachers)
+
+    def _key(self, path: KeyPath, value: Any) -> Key:
         """The key as rules see it: that of ROLL's on-policy distillation as a key of rlvr with our names of roles."""
         trackers = self.registry.names(TrackerProvider)
         if self.pipeline != ON_POLICY:
-            return Key(path, self.source, self.pipeline, trackers)
+            return Key(path, self.source, self.pipeline, trackers, value=value)
         source: dict[str, Any] = deepcopy(self.source)
         for name in RENAMED[ON_POLICY]:
             if name in source:
                 put(source, self._renamed((name,)), source[name])
-        return Key(self._renamed(path), source, "rlvr", trackers)
+        return Key(self._renamed(path), source, "rlvr", trackers, value=value)
 
     @property
     def _several_teachers(self) -> bool:
@@ -150,18 +140,17 @@ class _RollConversion(Conversion):
     def _table(self, path: KeyPath, table: Table, value: Mapping[str, Any]) -> Table:
         if path[-1] != "strategy_args":
             return table
-        return {**table, "strategy_config": _own_keys(value)}
+        return {**table, "strategy_config": _strategy_table(value)}
 
     def _unknown(self, table: Table, path: KeyPath, value: Any) -> None:
+        targets = (link.target for link in self.composed.positions.interpolations.values() if link.target)
         if len(path) == 1 and path[0] in self.composed.blocks:
             outcome = Outcome("not needed", (), "a fragment's block; the new file has it where it is referenced")
-        elif len(path) == 1 and any(
-            each.target and each.target[0] == path[0] for each in self.composed.positions.interpolations.values()
-        ):
+        elif len(path) == 1 and any(target[0] == path[0] for target in targets):
             outcome = Outcome("not needed", (), "it is only referenced; the new file has its value there")
         else:
-            hint = suggest_key(path, sorted(table), list(paths(TABLES[self.pipeline])))[0]
-            outcome = Outcome("unknown", (), f"ROLL ignores it silently{f'; {hint}' if hint else ''}")
+            hint = did_you_mean(path, table, table_paths(TABLES[self.pipeline]))
+            outcome = Outcome("unknown", (), f"ROLL ignores it silently{hint}")
         self._record(path, value, outcome)
 
     def _renamed(self, path: KeyPath) -> KeyPath:
@@ -189,22 +178,23 @@ class _RollConversion(Conversion):
 
     # -- defaults ------------------------------------------------------------------------------------------------------
 
-    def _add(self) -> list[ImportedKey]:
-        """Add ROLL's default behaviour where roll-core's differs, and return an entry for each added key."""
+    def _defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
+        """ROLL's default behaviour where roll-core's differs."""
+        source, trained = self.source, TRAINED.get(self.pipeline, "actor_train")
+        if_present = (GENERATES, trained, "validation", "val_env_manager")
         added: list[tuple[KeyPath, object, str]] = [
             (path, value, f"ROLL's default{f'; {DIFFERS[path]}' if path in DIFFERS else ''}")
             for path, value in DEFAULTS[self.pipeline].items()
+            if path != ("kl_loss_coef",) or source.get("use_kl_loss")
         ]
-        trained = TRAINED.get(self.pipeline, "actor_train")
-        source = self.source
-        if self.pipeline in ROLLOUTS:
-            added += self._weights_and_epochs()
+        if self.pipeline in ROLLOUTS and "critic" in self.config:
+            added += [(("critic", *path[1:]), value, "ROLL's default") for path, value in TRANSFORMERS_DEFAULTS.items()]
+            if source.get("ppo_epochs", 1) != 1:
+                added.append((("critic_epochs",), 1, "ROLL's critic passes once over a batch for any ppo_epochs"))
         if self.pipeline == ON_POLICY and not is_pure(source):
             added.append((("adv_estimator",), "gae", "ROLL's default"))
         elif self.pipeline == "distill":
             added += self._batch(trained)
-        if not source.get("use_kl_loss"):
-            added = [each for each in added if each[0] != ("kl_loss_coef",)]
         if (
             self.pipeline == "rlvr"
             and source.get("async_generation_ratio")
@@ -217,8 +207,14 @@ class _RollConversion(Conversion):
             value = value_at(self.config, column) or DEFAULTS[self.pipeline].get(column)
             if value is not None:
                 added.append((("validation", "data_args", name), value, f"ROLL reads every row as {trained}'s"))
-        roles = (GENERATES, trained, "validation", "val_env_manager")
-        return self._put_added(each for each in added if each[0][0] not in roles or each[0][0] in self.config)
+        return (default for default in added if default[0][0] not in if_present or default[0][0] in self.config)
+
+    def _late_defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
+        """Disable a correction that roll-core has by default."""
+        is_off_policy = self.config.get("async_generation_ratio") or self.config.get("is_use_additional_prompts")
+        if self.pipeline in ROLLOUTS and (is_off_policy or self.quantized):
+            note = "as in ROLL, off-policy tokens have no importance weights; remove it to weight them"
+            yield (("train_infer_correction", "is_weight", "enabled"), False, note)
 
     def _batch(self, trained: str) -> list[tuple[KeyPath, object, str]]:
         """Rows of a batch, which ROLL's distill has for each optimizer step."""
@@ -233,23 +229,10 @@ class _RollConversion(Conversion):
             return []
         return [(("rollout_batch_size",), number, "the rows of an optimizer step")]
 
-    def _weights_and_epochs(self) -> list[tuple[KeyPath, object, str]]:
-        """Settings that disable what roll-core does by default in rlvr and ROLL does not do."""
-        added: list[tuple[KeyPath, object, str]] = []
-        config = self.config
-        if "critic" in config:
-            added += [(("critic", *path[1:]), value, "ROLL's default") for path, value in TRANSFORMERS_DEFAULTS.items()]
-        if config.get("async_generation_ratio") or config.get("is_use_additional_prompts") or self.quantized:
-            note = "as in ROLL, off-policy tokens have no importance weights; remove it to weight them"
-            added.append((("train_infer_correction", "is_weight", "enabled"), False, note))
-        if "critic" in config and self.source.get("ppo_epochs", 1) != 1:
-            added.append((("critic_epochs",), 1, "ROLL's critic passes once over a batch for any ppo_epochs"))
-        return added
 
-
-def _own_keys(arguments: Mapping[str, Any]) -> Table:
+def _strategy_table(arguments: Mapping[str, Any]) -> Table:
     """Rules for `strategy_config`: those in `STRATEGIES`; other keys are kept until the schema checks them."""
     keys = arguments.get("strategy_config")
     table = STRATEGIES.get(str(arguments.get("strategy_name")).partition("_")[0], {})
-    keep = KeyRule("kept if the strategy has it", lambda value, key: key.keep(value))
+    keep = KeyRule("kept if the strategy has it", lambda value, key: key.unchanged())
     return {**{str(key): keep for key in (keys if isinstance(keys, dict) else ())}, **table}

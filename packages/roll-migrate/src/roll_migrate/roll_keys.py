@@ -9,14 +9,14 @@ from __future__ import annotations
 from roll_migrate import roll_values as values
 from roll_migrate.roll_pipelines import ON_POLICY
 from roll_migrate.rules import (
-    Each,
+    AnyName,
     KeyRule,
     Table,
     change,
     dead,
     differs,
-    each,
     keep,
+    keys,
     refused,
     rename,
     unneeded,
@@ -28,16 +28,16 @@ UNDECLARED = dead("not a key of ROLL; its loader ignores it silently")
 ELSEWHERE = dead("ROLL's sft and rlvr do not read it")
 
 MODEL: Table = {
-    **each("model_name_or_path dtype disable_gradient_checkpointing model_config_kwargs", keep()),
+    **keys("model_name_or_path dtype disable_gradient_checkpointing model_config_kwargs", keep()),
     "attn_implementation": change(
         "`sdpa` is kept without `ulysses_size`; otherwise `auto` selects the fastest exact one", values.attention
     ),
-    **each(
+    **keys(
         "lora_target lora_rank lora_alpha additional_target",
         change("kept in the trained role", values.lora, nested=True),
     ),
     "lora_dropout": change(
-        "must be 0", lambda value, key: lora_dropout(value, enabled=key.beside("lora_target") is not None)
+        "must be 0", lambda value, key: lora_dropout(key, enabled=key.beside("lora_target") is not None)
     ),
     "autocast_adapter_dtype": unneeded("adapters are float32"),
     "ulysses_size": change("→ `strategy_config.ulysses_size`", values.ulysses_size),
@@ -48,29 +48,29 @@ MODEL: Table = {
     ),
     "freeze_module_prefix": refused("modules cannot be frozen"),
     "gradient_checkpointing_use_reentrant": unneeded("it does not affect results"),
-    **each("model_type num_labels", unneeded("the role determines what a model computes")),
+    **keys("model_type num_labels", unneeded("the role determines what a model computes")),
     "device_map": unneeded("set by device_mapping"),
     "adapter_name_or_path": dead("nothing reads it"),
     "flash_attn": UNDECLARED,
 }
 
 TRAINING: Table = {
-    **each(
+    **keys(
         "learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2 per_device_train_batch_size"
         " gradient_accumulation_steps warmup_steps warmup_ratio",
         keep(),
     ),
     "num_train_epochs": change("kept in sft; rlvr uses `max_steps`, as in ROLL", values.num_train_epochs),
-    **each("max_steps seed output_dir logging_steps save_steps", unneeded("set by the run, as in ROLL")),
-    **each("fp16 bf16", unneeded("set by model_args.dtype, as in ROLL")),
+    **keys("max_steps seed output_dir logging_steps save_steps", unneeded("set by the run, as in ROLL")),
+    **keys("fp16 bf16", unneeded("set by model_args.dtype, as in ROLL")),
     "dataloader_num_workers": unneeded("rows are read and encoded before the first step"),
     "save_hf_model": unneeded("export/ is a Hugging Face model"),
-    **each("data_seed tf32", dead("nothing reads it")),
+    **keys("data_seed tf32", dead("nothing reads it")),
 }
 
 DATA: Table = {
     "file_name": change("kept; a pattern is replaced by the matching files", values.file_name, nested=True),
-    **each("tag id domain_interleave_probs", keep()),
+    **keys("tag id domain_interleave_probs", keep()),
     "messages": change("kept in rlvr", values.messages_column),
     "prompt": change("kept in rlvr without messages, with `template: plain`", values.prompt_column),
     "template": change("`qwen2_5`, `qwen3` → `native`, `empty` → `chatml`", values.template),
@@ -79,12 +79,12 @@ DATA: Table = {
     "preprocessing_num_workers": unneeded("rows are encoded in one process"),
     "custom_data_kwargs_func": refused("custom code that makes rows: write the rows to a file"),
     "eval_file_name": dead("nothing reads it"),
-    **each("dataset_dir interleave_probs", UNDECLARED),
+    **keys("dataset_dir interleave_probs", UNDECLARED),
 }
 
 GENERATING: Table = {
     "temperature": change("kept; in `actor_infer` training's logprobs use it too", values.temperature),
-    **each("top_p top_k repetition_penalty stop_strings", keep()),
+    **keys("top_p top_k repetition_penalty stop_strings", keep()),
     "num_beams": unsupported("beam search is not supported", 1),
     "max_new_tokens": change(
         "no effect in ROLL's rlvr, which overwrites it; in agentic it limits a reply, as `max_tokens_per_step`",
@@ -105,7 +105,7 @@ ROLE: Table = {
     "name": unneeded("the key is the role's name"),
     "worker_cls": change("not needed for ROLL's classes; rejected for custom classes", values.worker_cls),
     "pg_variant": change("→ `pg_variant` of the run, if worker_cls is ActorPGWorker", values.pg_variant),
-    **each(
+    **keys(
         "topr_positive_weight topr_negative_weight", change("→ `pg_options` of the run, for topr", values.topr_weight)
     ),
     "model_args": MODEL,
@@ -113,14 +113,14 @@ ROLE: Table = {
     "data_args": DATA,
     "generating_args": GENERATING,
     "strategy_args": STRATEGY,
-    **each("device_mapping num_gpus_per_worker infer_batch_size", keep()),
+    **keys("device_mapping num_gpus_per_worker infer_batch_size", keep()),
     "world_size": change("kept for roles without device_mapping", values.world_size),
-    **each(
+    **keys(
         "use_dynamic_batching_in_train use_dynamic_batching_in_infer max_tokens_per_microbatch_in_train"
         " max_tokens_per_microbatch_in_infer",
         keep(),
     ),
-    "system_envs": Each(change("kept, as text", values.environment_variable)),
+    "system_envs": AnyName(change("kept, as text", values.environment_variable)),
     "model_update_frequency": refused("weights are published after every step", 1),
     "apply_loss_scale": refused("gradients are sums over ranks and microbatches", True),
     "mtp_training_mode": refused("multi-token prediction layers are not trained", "disabled"),
@@ -129,13 +129,13 @@ ROLE: Table = {
             "`R3` → `router_replay.mode`, for trainer and engine together; others are rejected", values.router_replay
         )
     },
-    **each("sequence_length_round_in_train sequence_length_round_in_infer", unneeded("sequences are not padded")),
+    **keys("sequence_length_round_in_train sequence_length_round_in_infer", unneeded("sequences are not padded")),
     "use_sequence_packing": unneeded("sequences are always packed"),
     "sequence_packing_args": unneeded("use_dynamic_batching_in_train fills micro-batches by tokens"),
     "logits_in_fp32": unneeded("logprobs and entropy are computed in float32"),
     "backend_timeout": unneeded("rpc_timeout applies to every call"),
     "max_concurrency": unneeded("set by the role's task"),
-    **each("opd_kl_coef tag_included", unneeded("it is for teachers")),
+    **keys("opd_kl_coef tag_included", unneeded("it is for teachers")),
     "offload_nccl": dead("ROLL forces it to false"),
     "use_remove_padding": UNDECLARED,
 }
@@ -155,7 +155,7 @@ INFER: Table = {
     "infer_batch_size": unneeded("the engine chooses its batches"),
     "model_args": {
         **MODEL,
-        **each("disable_gradient_checkpointing attn_implementation", unneeded("the engine has its own implementation")),
+        **keys("disable_gradient_checkpointing attn_implementation", unneeded("the engine has its own implementation")),
     },
 }
 
@@ -167,9 +167,9 @@ REWARD: Table = {
         + f", {values.JUDGE} with an API is `judge`; others become a custom `function` in {values.MODULE}.py",
         values.reward_worker,
     ),
-    **each("tag_included world_size", keep()),
+    **keys("tag_included world_size", keep()),
     "query_filter_config": {"type": keep(), "filter_args": keep()},
-    "system_envs": Each(change("kept, as text", values.environment_variable)),
+    "system_envs": AnyName(change("kept, as text", values.environment_variable)),
     "name": unneeded("the key is the reward's name"),
     "response_filter_config": dead("ROLL discards the result"),
     "response_length_penalty_coef": change(
@@ -179,13 +179,13 @@ REWARD: Table = {
         "not needed for a rule, except for CrossThinkQARuleRewardWorker; otherwise replaced by your function",
         values.reward_type,
     ),
-    **each(
+    **keys(
         "model_args data_args generating_args training_args strategy_args device_mapping num_gpus_per_worker"
         " infer_batch_size judge_model_type use_local format_pattern reward_manager_config llm_proxy"
         " max_concurrency backend_timeout",
         OF_WORKER,
     ),
-    **each(
+    **keys(
         "judge_model_name judge_api_url judge_api_key",
         change("kept for `judge`; not needed for a rule; otherwise replaced by your function", values.judge_api),
     ),
@@ -196,12 +196,12 @@ REWARD: Table = {
 VALIDATION: Table = {
     "data_args": {
         **DATA,
-        **each("domain_interleave_probs", dead("an evaluation uses every row once")),
-        **each("messages prompt", dead("ROLL reads the columns of actor_train.data_args")),
+        **keys("domain_interleave_probs", dead("an evaluation uses every row once")),
+        **keys("messages prompt", dead("ROLL reads the columns of actor_train.data_args")),
     },
     "generating_args": {**GENERATING, "num_return_sequences": keep()},
     "eval_steps": UNDECLARED,
-    **each(
+    **keys(
         "name worker_cls model_args training_args strategy_args device_mapping world_size num_gpus_per_worker"
         " infer_batch_size",
         dead("an evaluation has no workers"),
@@ -210,7 +210,7 @@ VALIDATION: Table = {
 
 RUN: Table = {
     "exp_name": change("kept; other characters than letters, digits, `.`, `_`, `-` become `-`", values.exp_name),
-    **each(
+    **keys(
         "seed output_dir pretrain save_steps max_ckpt_to_keep logging_steps eval_steps val_batch_size max_grad_norm"
         " rpc_timeout model_update_buffer_size_mb",
         keep(),
@@ -224,10 +224,10 @@ RUN: Table = {
     "resume_from_checkpoint": change("kept, except paths of ROLL's checkpoints", values.resume_from_checkpoint),
     "track_with": change("kept if the tracker is installed; `stdout` → none", values.track_with),
     "tracker_kwargs": change("→ `tracker_kwargs.<tracker>`", values.tracker_kwargs, nested=True),
-    "system_envs": Each(change("kept, as text; applies to every role", values.environment_variable)),
+    "system_envs": AnyName(change("kept, as text; applies to every role", values.environment_variable)),
     "router_args": {
         "router_name": change("→ `prompt_affinity`, `sticky`, `least_loaded`", values.router_name),
-        **each("router_config max_running_requests", unneeded("set by max_running_requests of the run")),
+        **keys("router_config max_running_requests", unneeded("set by max_running_requests of the run")),
     },
     "checkpoint_config": unsupported(
         "checkpoints stay in the run's directory, output_dir/exp_name/number/checkpoints: set output_dir to a"
@@ -238,20 +238,20 @@ RUN: Table = {
         "`mode: dump` → `record_rollouts: true`; ROLL's dumps cannot be read", values.rollout_mock, nested=True
     ),
     "user_defined_rollout_loop_cls": refused("custom code: see docs/plugins.md for pipelines"),
-    **each(
+    **keys(
         "profiler_timeline profiler_memory",
         unsupported("set profile, which has roles, steps and memory", False),
     ),
-    **each("profiler_output_dir otlp_output_dir", unneeded("nothing is written there")),
-    **each("logging_dir base_dir", unneeded("log, metrics and samples are in the run's directory")),
-    **each("rollout_dump_dir save_logging_board_dir", unneeded("every sample is in the run's samples.jsonl")),
+    **keys("profiler_output_dir otlp_output_dir", unneeded("nothing is written there")),
+    **keys("logging_dir base_dir", unneeded("log, metrics and samples are in the run's directory")),
+    **keys("rollout_dump_dir save_logging_board_dir", unneeded("every sample is in the run's samples.jsonl")),
     "transfer_backend": unneeded("roll-core sends samples in its own messages"),
     "generate_opt_level": unneeded("requests are always scheduled individually"),
     "num_nodes": dead("ROLL computes it from device_mapping, as roll-core does"),
-    **each("local_rank report_length_and_rewards length_profiler_dir", dead("nothing reads it")),
-    **each("is_offload_states is_offload_optimizer_states_in_train_step", ELSEWHERE),
+    **keys("local_rank report_length_and_rewards length_profiler_dir", dead("nothing reads it")),
+    **keys("is_offload_states is_offload_optimizer_states_in_train_step", ELSEWHERE),
     "offload_backend": unneeded("is_offload_states of a role decides"),
-    **each(
+    **keys(
         "reward_norm reward_shift reward_scale reward_system_config positive_loss_coef track_name train_batch_size"
         " use_additional_prompts",
         UNDECLARED,
@@ -260,19 +260,19 @@ RUN: Table = {
 
 RLVR: Table = {
     **RUN,
-    **each(
+    **keys(
         "max_steps rollout_batch_size num_return_sequences_in_group ppo_epochs max_running_requests"
         " async_generation_ratio",
         keep(),
     ),
     "is_num_return_sequences_expand": change("→ `max_running_requests`: 128 without that key", values.expand),
-    **each(
+    **keys(
         "is_use_additional_prompts max_additional_running_prompts",
         change("kept in synchronous training", values.additional_prompts),
     ),
     "adv_estimator": change("kept; `gigpo`, `step_reinforce` → `reinforce`", values.adv_estimator),
-    **each("norm_mean_type norm_std_type", change("kept, except for grpo, which uses the group's", values.norm_type)),
-    **each(
+    **keys("norm_mean_type norm_std_type", change("kept, except for grpo, which uses the group's", values.norm_type)),
+    **keys(
         "gamma lambd reward_clip advantage_clip value_clip critic_warmup pg_clip"
         " entropy_loss_coef use_kl_loss"
         " kl_loss_coef add_token_level_kl init_kl_coef kl_horizon force_disable_old_logprobs_recompute max_len_mask"
@@ -281,9 +281,9 @@ RLVR: Table = {
         keep(),
     ),
     "use_pg_clip_range": change("`pg_clip_low` and `pg_clip_high` alone", values.clip_switch),
-    **each("pg_clip_low pg_clip_high", change("kept with `use_pg_clip_range`", values.clip_bound)),
+    **keys("pg_clip_low pg_clip_high", change("kept with `use_pg_clip_range`", values.clip_bound)),
     "dual_clip_loss": change("→ `dual_clip`: 1 + 2 `pg_clip`", values.dual_clip),
-    **each(
+    **keys(
         "whiten_rewards whiten_advantages",
         change("kept; ROLL whitens each domain separately, without masked samples", values.whiten),
     ),
@@ -294,7 +294,7 @@ RLVR: Table = {
     "target_kl": change("kept with `add_token_level_kl`; ROLL adapts domain by domain", values.target_kl),
     "train_infer_correction": {
         "is_weight": {
-            **each("enabled weight_type upper_bound", keep()),
+            **keys("enabled weight_type upper_bound", keep()),
             "detach": refused("weights have no gradient", True),
         },
         "filters": keep(),
@@ -302,12 +302,12 @@ RLVR: Table = {
     "reward_pretrain": change("→ `critic.model_args.model_name_or_path`", values.reward_pretrain),
     "global_template": change("→ `actor_train.data_args.template`", values.global_template),
     "tag_to_template": refused("all rows have one template"),
-    **each("difficulty_loss_weight length_loss_weight", refused("samples cannot be weighted by this", False)),
+    **keys("difficulty_loss_weight length_loss_weight", refused("samples cannot be weighted by this", False)),
     "rl_loss_coef": refused("the policy loss has no factor", 1),
     "importance_sampling": change("`seq` → `pg_variant: gspo` with `pg_options`", values.importance_sampling),
-    **each("enable_reference enable_old_logprobs_recompute", unneeded("derived from the losses")),
+    **keys("enable_reference enable_old_logprobs_recompute", unneeded("derived from the losses")),
     "balance_length": unneeded("micro-batches are always balanced by length"),
-    **each(
+    **keys(
         "l2 use_reward_scaling use_reward_norm add_len_reward dataset_filter val_greedy val_n_sample mask_type"
         " minibatch_data_iter_num postive_loss_coef use_topr_neg_loss_coef use_policy_loss_type use_topr_loss",
         dead("nothing reads it"),
@@ -317,7 +317,7 @@ RLVR: Table = {
     "reference": SCORE,
     "critic": CRITIC,
     "reward_model": unsupported("rewards cannot share a judge model"),
-    "rewards": Each(REWARD),
+    "rewards": AnyName(REWARD),
     "validation": VALIDATION,
 }
 
@@ -328,26 +328,26 @@ ENVIRONMENT: Table = {
     "env_config": change(
         "options of `sokoban` and `frozen_lake` are converted, others kept", values.env_config, nested=True
     ),
-    **each("max_steps max_tokens_per_step", keep()),
+    **keys("max_steps max_tokens_per_step", keep()),
     "max_env_step_concurrent": change("→ `concurrency`; 0 has no limit", values.env_concurrency),
     "env_manager_cls": change("not needed for TrajEnvManager; others are rejected", values.env_manager),
-    **each("agent_system_template agent_template pre_step_template next_step_template", OF_MESSAGES),
+    **keys("agent_system_template agent_template pre_step_template next_step_template", OF_MESSAGES),
     "history_length": dead("TrajEnvManager shows the model all turns"),
     "use_thread_lock": unneeded("an environment has its own process"),
     "tool_wrapper": refused("tools belong to the environment: see docs/agentic.md"),
     "agent_runner_cls": refused("custom code: write an environment, see docs/agentic.md"),
 }
 MANAGER: Table = {
-    **each("num_env_groups group_size", keep()),
-    "tags": change("kept", values.kept, nested=True),
-    "num_groups_partition": change("kept", values.kept, nested=True),
+    **keys("num_env_groups group_size", keep()),
+    "tags": change("kept", values.unchanged, nested=True),
+    "num_groups_partition": change("kept", values.unchanged, nested=True),
     "format_penalty": keep("environments report invalid actions by the metric `valid`"),
     "group_size_redundancy": refused("a group consists of all its episodes, also the slowest", 0),
     "llm_proxy": change("not needed for `policy`; others are rejected", values.llm_proxy, nested=True),
     "group_filter_cls": change("not needed for ROLL's class; others are rejected", values.group_filter),
     "max_traj_per_env": unneeded("rollout_batch_size and val_batch_size decide"),
-    **each("max_env_num_per_worker world_size num_gpus_per_worker device_mapping name worker_cls", NO_WORKERS),
-    **each("model_args training_args strategy_args data_args system_envs max_concurrency", NO_WORKERS),
+    **keys("max_env_num_per_worker world_size num_gpus_per_worker device_mapping name worker_cls", NO_WORKERS),
+    **keys("model_args training_args strategy_args data_args system_envs max_concurrency", NO_WORKERS),
     "generating_args": unneeded("rollouts have those of actor_infer"),
 }
 
@@ -355,10 +355,10 @@ AGENTIC: Table = {
     **{
         key: rule for key, rule in RLVR.items() if key not in ("rewards", "validation", "num_return_sequences_in_group")
     },
-    "custom_envs": Each(ENVIRONMENT),
+    "custom_envs": AnyName(ENVIRONMENT),
     "train_env_manager": MANAGER,
     "val_env_manager": {**MANAGER, "generating_args": GENERATING},
-    **each("max_actions_per_traj max_tokens_per_step", keep()),
+    **keys("max_actions_per_traj max_tokens_per_step", keep()),
     "adv_estimator": change(
         "kept; `grpo` with another normalisation than the group's → `reinforce`", values.agentic_estimator
     ),
@@ -367,8 +367,8 @@ AGENTIC: Table = {
         values.reward_normalization,
         nested=True,
     ),
-    **each("norm_mean_type norm_std_type", dead("ROLL's agentic pipeline reads reward_normalization")),
-    **each(
+    **keys("norm_mean_type norm_std_type", dead("ROLL's agentic pipeline reads reward_normalization")),
+    **keys(
         "step_reward_gamma episode_reward_weight step_reward_weight",
         change("→ `adv_options`, if the estimator reads it", values.turn_option),
     ),
@@ -378,11 +378,11 @@ AGENTIC: Table = {
     "partial_gpu_mode": unsupported("training and generation have their own slots", False),
     "render_save_dir": unneeded("samples.jsonl and the report show episodes"),
     "reward": refused("an environment scores its episodes: call the judge in its `score`"),
-    **each("dirty_data_mask open_feedback_turn use_token_reward exp_mode", dead("nothing reads it")),
+    **keys("dirty_data_mask open_feedback_turn use_token_reward exp_mode", dead("nothing reads it")),
     "parse_tool_call_parameter_to_dict": unneeded("an environment parses its tool calls"),
     "skip_mock_system_prompt": unneeded("no system prompt is added to the messages"),
     "num_return_sequences_in_group": dead("ROLL's agentic pipeline reads train_env_manager.group_size"),
-    **each("rewards validation", dead("ROLL's agentic pipeline does not read it")),
+    **keys("rewards validation", dead("ROLL's agentic pipeline does not read it")),
 }
 
 SFT: Table = {
@@ -404,7 +404,7 @@ DISTILL: Table = {
     "question_key": change("→ `actor_train.data_args.prompt`", values.row_column("prompt")),
     "answer_key": change("→ `actor_train.data_args.response`", values.row_column("response")),
     "global_template": change("→ `actor_train.data_args.template`", values.global_template),
-    **each("kd_objective kd_temperature skew_lambda adaptive_kl_alpha distill_on_prompt", keep()),
+    **keys("kd_objective kd_temperature skew_lambda adaptive_kl_alpha distill_on_prompt", keep()),
     "teacher_temperature": change("both models have `kd_temperature`; another value is rejected", values.kd_teacher),
     "logits_topk": change("kept; 0 → `kd_support: full`", values.logits_topk),
     "distill_loss_weight": change("w → `kd_coef: w` and `nll_coef: 1 - w`", values.distill_loss_weight),
@@ -428,7 +428,7 @@ ON_POLICY_DISTILL: Table = {
         if name in ("gamma", "adv_estimator", "critic_warmup", "use_kl_loss", "add_token_level_kl")
         and isinstance(rule, KeyRule)
     },
-    **each("pure_opd_pipeline_type is_pure_opd", unneeded("without rewards in the credit, `task_coef` is 0")),
+    **keys("pure_opd_pipeline_type is_pure_opd", unneeded("without rewards in the credit, `task_coef` is 0")),
     "use_opd": change("true → `task_coef: 1`", values.use_opd),
     "student_train": TRAIN,
     "student_infer": INFER,
@@ -439,9 +439,9 @@ ON_POLICY_DISTILL: Table = {
 IGNORED = dead("ROLL's worker does not receive it and trains with beta 0.1, without smoothing; set it to apply it")
 PREFERENCE: Table = {
     **RUN,
-    "chosen_key": change("→ `actor_train.data_args.chosen`", values.pair_column("chosen")),
-    "rejected_key": change("→ `actor_train.data_args.rejected`", values.pair_column("rejected")),
-    **each("beta label_smoothing ipo", IGNORED),
+    "chosen_key": change("→ `actor_train.data_args.chosen`", values.row_column("chosen")),
+    "rejected_key": change("→ `actor_train.data_args.rejected`", values.row_column("rejected")),
+    **keys("beta label_smoothing ipo", IGNORED),
     "train_batch_size": unneeded("the batch sizes of actor_train count pairs, as in ROLL, and make up a step"),
     "max_steps": differs("ROLL also stops after num_train_epochs"),
     "global_template": change("→ `actor_train.data_args.template`", values.global_template),
@@ -481,13 +481,13 @@ STRATEGIES: dict[str, Table] = {
         "grpc_mode": unneeded("the engine has one interface"),
     },
     "megatron": {
-        **each("bf16 fp16", unneeded("set by model_args.dtype")),
-        **each(
+        **keys("bf16 fp16", unneeded("set by model_args.dtype")),
+        **keys(
             "save_only_model save_hf_model save_merged_model ckpt_format",
             unneeded("checkpoints resume runs, and export/ is a Hugging Face model"),
         ),
         "use_flash_attn": unneeded("roll-core selects the fastest exact attention"),
-        **each(
+        **keys(
             "calculate_per_token_loss check_for_nan_in_loss_and_grad variable_seq_lengths compile_warmup",
             unneeded("set by losses and micro-batches"),
         ),
@@ -501,9 +501,9 @@ STRATEGIES: dict[str, Table] = {
     },
     "fsdp2": {
         "save_only_model": unneeded("checkpoints resume runs, and export/ is a Hugging Face model"),
-        **each("apply_expert_patch moe_use_grouped_mm model_type", unneeded("set by the model")),
+        **keys("apply_expert_patch moe_use_grouped_mm model_type", unneeded("set by the model")),
         "fsdp_size": change("kept; 1 or less means all ranks", values.fsdp_size),
-        **each("param_dtype reduce_dtype", change("kept; torch's names are converted", values.torch_dtype)),
+        **keys("param_dtype reduce_dtype", change("kept; torch's names are converted", values.torch_dtype)),
     },
 }
 """Rules for `strategy_config` that a strategy's own schema cannot express, by the first part of the strategy's name."""

@@ -76,22 +76,22 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     strategy = ("actor_train", "strategy_args", "strategy_name")
     if value_at(data, strategy) == REWARD_FL_STRATEGY:
         return "Reward-FL", "", strategy
-    found: tuple[str, str, tuple[str, ...]] = ("", "", ())
+    kind: tuple[str, str, tuple[str, ...]] = ("", "", ())
     for name, lacks, keys in SIGNS:
         present = [key for key in keys if data.get(key) not in (None, False)]
         if present:
-            found = (name, lacks, (present[0],))
+            kind = (name, lacks, (present[0],))
             break
-    if not found[0] and data.get("actor_train") is not None and data.get("reference") is not None:
+    if not kind[0] and data.get("actor_train") is not None and data.get("reference") is not None:
         return "dpo", "", ("reference",)
-    if found[0] != "rlvr":
-        return found
+    if kind[0] != "rlvr":
+        return kind
     if data.get("actor_train") is None:
         return "rollout-only", "rollouts but no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
     for domain, reward in (data["rewards"] if isinstance(data["rewards"], dict) else {}).items():
         if str(value_at(reward, ("worker_cls",))).endswith(REWARDS_OF_IMAGES):
             return "rlvr with images", "images or video", ("rewards", str(domain), "worker_cls")
-    return found
+    return kind
 
 
 def _of_images(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -99,8 +99,8 @@ def _of_images(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> tuple[str
     for name, value in data.items():
         here = (*path, str(name))
         if isinstance(value, dict):
-            if found := _of_images(value, here):
-                return found
+            if inner := _of_images(value, here):
+                return inner
         elif (name in MODELS and reads_images(value)) or (
             "data_args" in path and str(name).startswith(OF_IMAGES) and value is not None
         ):

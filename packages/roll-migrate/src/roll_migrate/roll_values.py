@@ -5,98 +5,90 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.devices import parse_device_mapping
-from roll_migrate.rules import KeyRule, Outcome, changed, has_no_effect, value_at
+from roll_migrate.rules import KeyRule, Outcome, is_neutral, lookup, value_at
 from roll_migrate.shared_rules import experiment
 
 if TYPE_CHECKING:
-    from roll_migrate.rules import Key
+    from roll_migrate.rules import Convert, Key
 
 DEFAULT_PROMPT_LENGTH = 1024
 """Default of `prompt_length` in both ROLL and roll-core, in tokens."""
 MAX_RUNNING = 128
 """ROLL's default of `max_running_requests`."""
 
-
 # -- the run -----------------------------------------------------------------------------------------------------------
-
 
 TRAINED = {"sft": "sft_train", "distill": "student"}
 """ROLL's trained role, by pipeline; otherwise `actor_train`."""
+WHOLE_ROWS = {"sft": "sft", "preference": "dpo", "distill": "distill"}
+"""Pipelines whose rows are bounded as a whole, by roll-core's name, with ROLL's name."""
+
+
+def unchanged(value: Any, key: Key) -> Outcome:
+    """A list or a mapping that means the same."""
+    return key.unchanged()
 
 
 def exp_name(value: Any, key: Key) -> Outcome:
     """ROLL accepts any text; here the name is that of a directory."""
-    found = experiment(value, "roll")
-    return found if found.status == "changed" else key.keep(value)
+    outcome = experiment(key, "roll")
+    return outcome if outcome.status == "changed" else key.unchanged()
 
 
 def response_length(value: Any, key: Key) -> Outcome:
     """ROLL reads it only if there is no `sequence_length` (roll/configs/base_config.py)."""
-    if key.at("sequence_length") is not None:
-        return Outcome("dead", (), "ROLL reads it only without sequence_length")
-    return key.keep(value)
-
-
-WHOLE_ROWS = {"sft": "sft", "preference": "dpo", "distill": "distill"}
-"""Pipelines whose rows are bounded as a whole, by roll-core's name, with ROLL's name."""
+    has_other = key.get("sequence_length") is not None
+    return key.dead("ROLL reads it only without sequence_length") if has_other else key.unchanged()
 
 
 def sequence_length(value: Any, key: Key) -> Outcome:
     """Limit of prompt plus response: a response gets the rest after `prompt_length` (roll/configs/base_config.py)."""
     if not isinstance(value, int):
-        return key.keep(value)
+        return key.unchanged()
     if key.pipeline in WHOLE_ROWS:
         # It bounds the whole row (roll/pipeline/sft/sft_pipeline.py, roll/pipeline/dpo/dpo_pipeline.py).
-        writes = ((("prompt_length",), value), (("response_length",), value))
-        return Outcome("renamed", writes, "prompt and response may each have up to this length")
-    prompt = _number(key.at("prompt_length"), DEFAULT_PROMPT_LENGTH)
-    if key.pipeline == "agentic" and key.at("prompt_length") is None and prompt >= value > 1:
-        writes = ((("prompt_length",), value // 2), (("response_length",), value - value // 2))
-        return Outcome("changed", writes, f"an episode has at most {value} tokens, prompt_length + response_length")
-    note = f"{value} - prompt_length {prompt}"
-    return Outcome("renamed", ((("response_length",), value - prompt),), note)
+        writes = {"prompt_length": value, "response_length": value}
+        return key.renamed(writes, "prompt and response may each have up to this length")
+    prompt = key.get("prompt_length")
+    if key.pipeline == "agentic" and prompt is None and DEFAULT_PROMPT_LENGTH >= value > 1:
+        writes = {"prompt_length": value // 2, "response_length": value - value // 2}
+        return key.changed(writes, f"an episode has at most {value} tokens, prompt_length + response_length")
+    prompt = prompt if isinstance(prompt, int) else DEFAULT_PROMPT_LENGTH
+    return key.renamed({"response_length": value - prompt}, f"{value} - prompt_length {prompt}")
 
 
 def prompt_length(value: Any, key: Key) -> Outcome:
     """ROLL's sft and dpo read only `sequence_length` if that is given (roll/pipeline/sft/sft_pipeline.py)."""
-    if key.pipeline in WHOLE_ROWS and key.at("sequence_length") is not None:
-        return Outcome("dead", (), f"ROLL's {WHOLE_ROWS[key.pipeline]} reads only sequence_length")
-    return key.keep(value)
-
-
-def _number(value: Any, default: int) -> int:
-    return value if isinstance(value, int) else default
+    if key.pipeline in WHOLE_ROWS and key.get("sequence_length") is not None:
+        return key.dead(f"ROLL's {WHOLE_ROWS[key.pipeline]} reads only sequence_length")
+    return key.unchanged()
 
 
 def val_sequence_length(value: Any, key: Key) -> Outcome:
     """Limit of an evaluation's response plus `val_prompt_length` (roll/pipeline/rlvr/rlvr_config.py)."""
-    prompt = key.at("val_prompt_length")
-    if key.at("validation") is None or not (isinstance(value, int) and isinstance(prompt, int)):
-        return Outcome("not needed", (), "there is no evaluation")
-    to = ("validation", "generating_args", "max_new_tokens")
-    return Outcome("renamed", ((to, value - prompt),), f"{value} - val_prompt_length {prompt}")
+    prompt = key.get("val_prompt_length")
+    if key.get("validation") is None or not (isinstance(value, int) and isinstance(prompt, int)):
+        return key.unneeded("there is no evaluation")
+    note = f"{value} - val_prompt_length {prompt}"
+    return key.renamed({"validation.generating_args.max_new_tokens": value - prompt}, note)
 
 
 def val_prompt_length(value: Any, key: Key) -> Outcome:
     """roll-core has no separate prompt limit for evaluations."""
-    same = key.at("prompt_length") or DEFAULT_PROMPT_LENGTH
-    if value == same:
-        return Outcome("not needed", (), "equal to prompt_length, which also applies to evaluations")
-    return Outcome("unsupported", (), f"prompt_length {same} also applies to evaluations")
+    length = key.get("prompt_length") or DEFAULT_PROMPT_LENGTH
+    if value == length:
+        return key.unneeded("equal to prompt_length, which also applies to evaluations")
+    return key.lacking(f"prompt_length {length} also applies to evaluations")
 
 
 def resume_from_checkpoint(value: Any, key: Key) -> Outcome:
     """A path refers to a checkpoint of ROLL, which roll-core cannot read."""
-    if isinstance(value, str):
-        return Outcome(
-            "unsupported",
-            (),
-            "ROLL's checkpoints cannot be read: convert it to a Hugging Face model, and set pretrain to that",
-        )
-    return key.keep(value)
+    note = "ROLL's checkpoints cannot be read: convert it to a Hugging Face model, and set pretrain to that"
+    return key.lacking(note) if isinstance(value, str) else key.unchanged()
 
 
 NO_TRACKER = ("stdout", "None", "none", "", None, False)
@@ -105,20 +97,18 @@ NO_TRACKER = ("stdout", "None", "none", "", None, False)
 def track_with(value: Any, key: Key) -> Outcome:
     """`stdout` prints metrics, as every run here does; a false value means no tracker (roll/utils/tracking.py)."""
     if value in NO_TRACKER:
-        return Outcome("changed", ((key.path, []),), "runs print metrics and write metrics.jsonl without a tracker")
-    if value not in key.trackers:
-        return Outcome("unsupported", ((key.path, []),), _no_tracker(value, key))
-    return key.keep(value)
+        return key.changed({key.path: []}, "runs print metrics and write metrics.jsonl without a tracker")
+    return key.unchanged() if value in key.trackers else key.lacking(_no_tracker(value, key), {key.path: []})
 
 
 def tracker_kwargs(value: Any, key: Key) -> Outcome:
     """ROLL has one tracker and its options; roll-core groups options by tracker."""
     name = key.source.get("track_with", "tensorboard")
     if name in NO_TRACKER or not value:
-        return Outcome("not needed", (), "there is no tracker")
+        return key.unneeded("there is no tracker")
     if name not in key.trackers:
-        return Outcome("unsupported", (), _no_tracker(name, key))
-    return Outcome("renamed", (((*key.path, name), value),), "options are grouped by tracker")
+        return key.lacking(_no_tracker(name, key))
+    return key.renamed({(*key.path, name): value}, "options are grouped by tracker")
 
 
 def _no_tracker(name: Any, key: Key) -> str:
@@ -127,9 +117,7 @@ def _no_tracker(name: Any, key: Key) -> str:
 
 def environment_variable(value: Any, key: Key) -> Outcome:
     """Booleans become text; text and numbers are kept, and numbers are read as text."""
-    if isinstance(value, bool):
-        return Outcome("changed", ((key.path, str(value).lower()),))
-    return key.keep(value)
+    return key.changed({key.path: str(value).lower()}) if isinstance(value, bool) else key.unchanged()
 
 
 ROUTERS = {
@@ -144,33 +132,30 @@ ROUTERS = {
 
 def router_name(value: Any, key: Key) -> Outcome:
     """ROLL treats an unknown name as `SglangRouter` (roll/distributed/scheduler/router.py)."""
-    name, how = ROUTERS.get(value, ROUTERS["SglangRouter"])
-    return Outcome("changed", ((key.path, name),), how)
+    name, note = ROUTERS.get(value, ROUTERS["SglangRouter"])
+    return key.changed({key.path: name}, note)
 
 
 def model_download_type(value: Any, key: Key) -> Outcome:
     """ROLL's default is ModelScope; roll-core supports only the Hugging Face Hub."""
-    if value == "HUGGINGFACE_HUB":
-        return Outcome("not needed", (), "ids refer to the Hugging Face hub")
-    return Outcome("unsupported", (), "ids refer to the Hugging Face hub: download the model, and set its directory")
+    note = "ids refer to the Hugging Face hub"
+    is_hub = value == "HUGGINGFACE_HUB"
+    return key.unneeded(note) if is_hub else key.lacking(f"{note}: download the model, and set its directory")
 
 
 def rollout_mock(value: Any, key: Key) -> Outcome:
     """In ROLL `dump` writes pickles of each step and `mock` reads them (roll/configs/base_config.py)."""
     if isinstance(value, Mapping) and not value.get("enable"):
-        return Outcome("not needed", (), "it is not enabled")
+        return key.unneeded("it is not enabled")
     if key.pipeline == "rlvr" and value_at(value, ("mode",)) == "dump":
-        return Outcome("renamed", ((("record_rollouts",), True),), "recorded in the run's directory")
-    return Outcome(
-        "unsupported",
-        (),
-        "ROLL's dumps cannot be read: record with record_rollouts: true, then set replay_rollouts to that run",
+        return key.renamed({"record_rollouts": True}, "recorded in the run's directory")
+    return key.lacking(
+        "ROLL's dumps cannot be read: record with record_rollouts: true, then set replay_rollouts to that run"
     )
 
 
 # -- the algorithm -----------------------------------------------------------------------------------------------------
 
-ESTIMATORS = {"gigpo": "reinforce", "step_reinforce": "reinforce"}
 KL = {"kl": "k1", "mse": "k2"}
 OWN_LOSS = "ActorPGWorker"
 
@@ -180,16 +165,16 @@ def adv_estimator(value: Any, key: Key) -> Outcome:
 
     In ROLL's rlvr all but gae and grpo are the discounted return (compute_advantage in roll/utils/functionals.py).
     """
-    if value in ESTIMATORS:
-        return Outcome("changed", ((key.path, ESTIMATORS[value]),), f"ROLL's rlvr computes the same for {value}")
-    return key.keep(value)
+    if value in ("gigpo", "step_reinforce"):
+        return key.changed({key.path: "reinforce"}, f"ROLL's rlvr computes the same for {value}")
+    return key.unchanged()
 
 
 def norm_type(value: Any, key: Key) -> Outcome:
     """With grpo, ROLL ignores the value and uses the group (reward_postprocess in roll/utils/functionals.py)."""
-    if key.at("adv_estimator") == "grpo":
-        return Outcome("dead", (), "with grpo, ROLL always uses the group's mean and deviation")
-    return key.keep(value)
+    if key.get("adv_estimator") == "grpo":
+        return key.dead("with grpo, ROLL always uses the group's mean and deviation")
+    return key.unchanged()
 
 
 def kl_penalty(value: Any, key: Key) -> Outcome:
@@ -197,24 +182,22 @@ def kl_penalty(value: Any, key: Key) -> Outcome:
 
     `full` expects distributions, but ROLL passes it the logprobs of tokens.
     """
-    if value in KL:
-        return Outcome("changed", ((key.path, KL[value]),), "the same estimator by its usual name")
-    return key.keep(value)
+    return (
+        key.changed({key.path: KL[value]}, "the same estimator by its usual name") if value in KL else key.unchanged()
+    )
 
 
 def target_kl(value: Any, key: Key) -> Outcome:
     """ROLL adapts only the coefficient of the KL penalty in the reward."""
-    if not key.at("add_token_level_kl"):
-        return Outcome("not needed", (), "it adapts the KL penalty in the reward, which is off")
-    if not has_domains(key):
-        return key.keep(value)
+    if not key.get("add_token_level_kl"):
+        return key.unneeded("it adapts the KL penalty in the reward, which is off")
     note = "ROLL adapts the coefficient by the KL of each domain in turn, roll-core by the KL of the whole batch"
-    return Outcome("differs", ((key.path, value),), note)
+    return key.differs(note, {key.path: value}) if has_domains(key) else key.unchanged()
 
 
 def has_domains(key: Key) -> bool:
     """True if there are several domains, which ROLL processes one by one (roll/pipeline/rlvr/rlvr_pipeline.py)."""
-    rewards = key.at("rewards")
+    rewards = key.get("rewards")
     return isinstance(rewards, Mapping) and len(rewards) > 1
 
 
@@ -223,26 +206,24 @@ SAMPLE_MASKS = ("max_len_mask", "difficulty_mask", "error_max_len_clip")
 
 def whiten(value: Any, key: Key) -> Outcome:
     """ROLL whitens each domain over the samples that masks keep (compute_advantage in roll/utils/functionals.py)."""
-    masks = [name for name in SAMPLE_MASKS if key.at(name)]
+    masks = [name for name in SAMPLE_MASKS if key.get(name)]
     scopes = ["each domain separately"] if has_domains(key) else []
     if masks:
         scopes.append(f"only the samples that {' and '.join(masks)} {'keep' if masks[1:] else 'keeps'}")
     if not (value and scopes):
-        return key.keep(value)
-    return Outcome(
-        "differs", ((key.path, value),), f"ROLL whitens {', '.join(scopes)}; roll-core whitens the whole batch"
-    )
+        return key.unchanged()
+    return key.differs(f"ROLL whitens {', '.join(scopes)}; roll-core whitens the whole batch", {key.path: value})
 
 
 def loss_agg_mode(value: Any, key: Key) -> Outcome:
     """ROLL's modes are those of agg_loss in roll/utils/functionals.py."""
     if value != "seq-mean-token-sum-norm":
-        return key.keep(value)
+        return key.unchanged()
     note = (
         "ROLL divides the sum over all tokens of a step by sequence_length - 1. roll-core divides by response_length"
         " and by the number of sequences, as in Dr. GRPO, so gradients before clipping are smaller by about that number"
     )
-    return Outcome("differs", ((key.path, value),), note)
+    return key.differs(note, {key.path: value})
 
 
 AT_TEMPERATURE = (
@@ -253,23 +234,22 @@ AT_TEMPERATURE = (
 def temperature(value: Any, key: Key) -> Outcome:
     """ROLL's trainers do not scale logits by temperature (op_compute_log_probs of roll/distributed/strategy)."""
     if key.path[0] != "actor_infer" or not isinstance(value, (int, float)) or value in (0, 1):
-        return key.keep(value)
-    return Outcome("differs", ((key.path, value),), AT_TEMPERATURE)
+        return key.unchanged()
+    return key.differs(AT_TEMPERATURE, {key.path: value})
 
 
 def max_new_tokens(value: Any, key: Key) -> Outcome:
     """The agentic pipeline limits a reply by it and by `max_tokens_per_step` (traj_env_manager.py)."""
     if key.pipeline != "agentic":
-        return Outcome("dead", (), "ROLL overwrites it with the length that prompt_length leaves")
-    environments = key.at("custom_envs")
-    limits = [
-        value_at(each, ("max_tokens_per_step",)) or key.at("max_tokens_per_step")
-        for each in (environments.values() if isinstance(environments, Mapping) else ())
-    ]
-    if limits and all(isinstance(each, int) and isinstance(value, int) and each <= value for each in limits):
-        return Outcome("not needed", (), "max_tokens_per_step is the lower limit of a reply")
-    note = "in ROLL the lower of it and max_tokens_per_step limits a reply: set max_tokens_per_step to that"
-    return Outcome("differs", (), note)
+        return key.dead("ROLL overwrites it with the length that prompt_length leaves")
+    environments = key.get("custom_envs")
+    environments = environments.values() if isinstance(environments, Mapping) else ()
+    limits = [lookup(keys, "max_tokens_per_step") or key.get("max_tokens_per_step") for keys in environments]
+    if limits and all(isinstance(limit, int) and isinstance(value, int) and limit <= value for limit in limits):
+        return key.unneeded("max_tokens_per_step is the lower limit of a reply")
+    return key.differs(
+        "in ROLL the lower of it and max_tokens_per_step limits a reply: set max_tokens_per_step to that"
+    )
 
 
 LOSSES: dict[Any, tuple[str, dict[str, Any]]] = {
@@ -284,57 +264,55 @@ LOSSES: dict[Any, tuple[str, dict[str, Any]]] = {
 def pg_variant(value: Any, key: Key) -> Outcome:
     """Only the worker class ActorPGWorker reads it (roll/pipeline/rlvr/actor_pg_worker.py)."""
     if not str(key.beside("worker_cls")).endswith(OWN_LOSS):
-        return Outcome("dead", (), f"only worker_cls {OWN_LOSS} reads it")
+        return key.dead(f"only worker_cls {OWN_LOSS} reads it")
     if value not in LOSSES:
-        return Outcome("renamed", ((("pg_variant",), value),), "the run has one policy loss")
-    name, options = LOSSES[value]
-    writes = [(("pg_variant",), name), *((("pg_options", option), each) for option, each in options.items())]
-    return Outcome("changed", tuple(writes), "the run has one policy loss; with ROLL's constants as options")
+        return key.renamed("pg_variant", "the run has one policy loss")
+    return key.changed(_loss(*LOSSES[value]), "the run has one policy loss; with ROLL's constants as options")
+
+
+def _loss(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a policy loss and its options."""
+    return {"pg_variant": name, **{f"pg_options.{option}": value for option, value in options.items()}}
 
 
 def expand(value: Any, key: Key) -> Outcome:
     """Requests per response, which here come with a limit."""
-    if not value or key.at("max_running_requests") is not None:
-        return Outcome("not needed", (), "with max_running_requests each response is a request")
-    return changed("max_running_requests", MAX_RUNNING, "with it each response is a request")
+    if not value or key.get("max_running_requests") is not None:
+        return key.unneeded("with max_running_requests each response is a request")
+    return key.changed({"max_running_requests": MAX_RUNNING}, "with it each response is a request")
 
 
 def clip_switch(value: Any, key: Key) -> Outcome:
     """ROLL's bounds are 0.2 by default; here they default to `pg_clip`."""
     if not value:
-        return Outcome("not needed", (), "pg_clip_low and pg_clip_high default to pg_clip")
-    writes = [((name,), 0.2) for name in ("pg_clip_low", "pg_clip_high") if key.at(name) is None]
-    return Outcome("renamed", tuple(writes), "the bounds alone enable it")
+        return key.unneeded("pg_clip_low and pg_clip_high default to pg_clip")
+    missing = [name for name in ("pg_clip_low", "pg_clip_high") if key.get(name) is None]
+    return key.renamed(dict.fromkeys(missing, 0.2), "the bounds alone enable it")
 
 
 def clip_bound(value: Any, key: Key) -> Outcome:
     """A bound of clip-higher."""
-    if key.at("use_pg_clip_range"):
-        return key.keep(value)
-    return Outcome("dead", (), "ROLL reads it only with use_pg_clip_range")
+    return key.unchanged() if key.get("use_pg_clip_range") else key.dead("ROLL reads it only with use_pg_clip_range")
 
 
 def dual_clip(value: Any, key: Key) -> Outcome:
     """ROLL's bound is not a key (roll/utils/functionals.py)."""
     if not value:
-        return Outcome("not needed", (), "it is off by default")
-    clip = key.at("pg_clip")
+        return key.unneeded("it is off by default")
+    clip = key.get("pg_clip")
     clip = clip if isinstance(clip, (int, float)) else 0.2
-    return Outcome("renamed", ((("dual_clip",), 1 + 2 * clip),), f"ROLL's bound is 1 + 2 × pg_clip {clip:g}")
+    return key.renamed({"dual_clip": 1 + 2 * clip}, f"ROLL's bound is 1 + 2 × pg_clip {clip:g}")
 
 
 def importance_sampling(value: Any, key: Key) -> Outcome:
     """`seq` is GSPO with the clip range of PPO's keys (roll/pipeline/rlvr/actor_worker.py)."""
     if value == "token":
-        return Outcome("not needed", (), "ratios of pg_variant ppo are per token")
+        return key.unneeded("ratios of pg_variant ppo are per token")
     if value != "seq":
-        return key.keep(value)
-    by_range = key.at("use_pg_clip_range")
-    clips = {
-        f"clip_{end}": float(key.at(f"pg_clip_{end}" if by_range else "pg_clip") or 0.2) for end in ("low", "high")
-    }
-    writes = [(("pg_variant",), "gspo"), *((("pg_options", option), each) for option, each in clips.items())]
-    return Outcome("changed", tuple(writes), "the ratio of a sequence is pg_variant gspo, with a clip range of its own")
+        return key.unchanged()
+    names = {end: f"pg_clip_{end}" if key.get("use_pg_clip_range") else "pg_clip" for end in ("low", "high")}
+    clips = {f"clip_{end}": float(key.get(name) or 0.2) for end, name in names.items()}
+    return key.changed(_loss("gspo", clips), "the ratio of a sequence is pg_variant gspo, with a clip range of its own")
 
 
 def router_replay(value: Any, key: Key) -> Outcome:
@@ -343,45 +321,37 @@ def router_replay(value: Any, key: Key) -> Outcome:
     R2, which would replay the experts that the trainer itself chose, is implemented neither in ROLL nor here.
     """
     if value in (None, "disable"):
-        return Outcome("not needed", (), "disable has no effect")
+        return key.unneeded("disable has no effect")
     if value == "R3" and key.pipeline == "rlvr" and key.role in (("actor_train",), ("actor_infer",)):
-        return Outcome("renamed", ((("router_replay", "mode"), value),), "one key for trainer and engine")
-    return Outcome(
-        "unsupported",
-        ((key.path, value),),
-        "only R3 of the policy is supported; left in the config, which `check` rejects",
-    )
+        return key.renamed("router_replay.mode", "one key for trainer and engine")
+    return key.refused("only R3 of the policy is supported")
 
 
 def topr_weight(value: Any, key: Key) -> Outcome:
     """Factors of the two terms of the topr loss, for positive and negative samples."""
     if key.beside("pg_variant") != "topr" or not isinstance(value, (int, float)) or value == 1:
-        return Outcome("not needed", (), "only topr has this weight, and 1 has no effect")
-    return Outcome(
-        "renamed", ((("pg_options", key.name.removeprefix("topr_")), float(value)),), "an option of the loss"
-    )
+        return key.unneeded("only topr has this weight, and 1 has no effect")
+    return key.renamed({f"pg_options.{key.name.removeprefix('topr_')}": float(value)}, "an option of the loss")
 
 
 def worker_cls(value: Any, key: Key) -> Outcome:
     """ROLL's own classes follow from the role and `pg_variant`; a class of the user is refused."""
     if str(value).startswith("roll."):
-        return Outcome("not needed", (), "the role and pg_variant decide")
-    note = "custom code: see docs/plugins.md; left in the config, which `check` rejects"
-    return Outcome("unsupported", ((key.path, value),), note)
+        return key.unneeded("the role and pg_variant decide")
+    return key.refused("custom code: see docs/plugins.md")
 
 
 def reward_pretrain(value: Any, key: Key) -> Outcome:
     """Model of the critic, if the critic names none (roll/configs/base_config.py)."""
-    if key.at("critic") is None or key.at("critic", "model_args", "model_name_or_path") is not None:
-        return Outcome("not needed", (), "every role has its own model")
-    return Outcome("renamed", ((("critic", "model_args", "model_name_or_path"), value),))
+    if key.get("critic") is None or key.get("critic", "model_args", "model_name_or_path") is not None:
+        return key.unneeded("every role has its own model")
+    return key.renamed("critic.model_args.model_name_or_path")
 
 
 def additional_prompts(value: Any, key: Key) -> Outcome:
     """Applies only to synchronous training: asynchronous training keeps the engine full without it."""
-    if key.at("async_generation_ratio"):
-        return Outcome("not needed", (), "async_generation_ratio keeps the engine full")
-    return key.keep(value)
+    asynchronous = key.get("async_generation_ratio")
+    return key.unneeded("async_generation_ratio keeps the engine full") if asynchronous else key.unchanged()
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
@@ -392,52 +362,35 @@ TEMPLATES = {"native": "native", "qwen2_5": "native", "qwen3": "native", "chatml
 
 def template(value: Any, key: Key) -> Outcome:
     """Template of a role. The run's global_template takes precedence (roll/pipeline/rlvr/rlvr_pipeline.py)."""
-    if key.at("global_template") is not None:
-        return Outcome("dead", (), "global_template takes precedence")
     trained = TRAINED.get(key.pipeline, "actor_train")
-    if key.path[0] != trained:
-        return Outcome("dead", (), f"the template of {trained} applies to every row")
-    return _template_of(value, key)
+    if key.get("global_template") is not None:
+        return key.dead("global_template takes precedence")
+    return (
+        global_template(value, key)
+        if key.path[0] == trained
+        else key.dead(f"the template of {trained} applies to every row")
+    )
 
 
 def global_template(value: Any, key: Key) -> Outcome:
     """Template of the training rows, which evaluation rows use too."""
-    return _template_of(value, key)
-
-
-def _template_of(value: Any, key: Key) -> Outcome:
     trained = TRAINED.get(key.pipeline, "actor_train")
-    if has_bare_prompts(key.at(trained, "data_args"), key.pipeline):
-        return Outcome("dead", (), "ROLL applies no chat template to the column prompt")
-    ours = TEMPLATES.get(value, value)
-    writes = (((trained, "data_args", "template"), ours),)
+    if has_bare_prompts(key.get(trained, "data_args"), key.pipeline):
+        return key.dead("ROLL applies no chat template to the column prompt")
+    name = TEMPLATES.get(value, value)
+    target = {f"{trained}.data_args.template": name}
     if value not in TEMPLATES:
-        return Outcome("unsupported", writes, "unknown template; `roll-core check` rejects it and lists the known ones")
+        return key.lacking("unknown template; `roll-core check` rejects it and lists the known ones", target)
     if key.name == "global_template":
-        return Outcome("renamed", writes, f"{value} is called {ours}" if ours != value else "")
-    if ours == value:
-        return Outcome("kept", writes)
-    return Outcome(
-        "changed", writes, f"{value} is the tokenizer's own template" if ours == "native" else "the same text"
-    )
+        return key.renamed(target, f"{value} is called {name}" if name != value else "")
+    if name == value:
+        return replace(key.renamed(target), status="kept")
+    return key.changed(target, f"{value} is the tokenizer's own template" if name == "native" else "the same text")
 
 
-def row_column(name: str) -> Any:
-    """Build the conversion of a key that names a column; ROLL's sft and distill have these keys at the top level."""
-
-    def convert(value: Any, key: Key) -> Outcome:
-        return Outcome("renamed", (((TRAINED[key.pipeline], "data_args", name), value),))
-
-    return convert
-
-
-def pair_column(name: str) -> Any:
-    """Build the conversion of a key of ROLL's dpo that names a column."""
-
-    def convert(value: Any, key: Key) -> Outcome:
-        return Outcome("renamed", ((("actor_train", "data_args", name), value),))
-
-    return convert
+def row_column(name: str) -> Convert:
+    """Build the conversion of a top-level key of ROLL that names a column."""
+    return lambda value, key: key.renamed(f"{TRAINED.get(key.pipeline, 'actor_train')}.data_args.{name}")
 
 
 def has_bare_prompts(data: Any, pipeline: str) -> bool:
@@ -447,10 +400,10 @@ def has_bare_prompts(data: Any, pipeline: str) -> bool:
 
 def prompt_column(value: Any, key: Key) -> Outcome:
     """Column with the text of prompts, which is read if there are no messages."""
-    if not has_bare_prompts(key.at(*key.path[:-1]), key.pipeline):
-        reads = {"preference": "ROLL reads the column instruction", "distill": "ROLL reads question_key"}
-        reads["sft"] = "ROLL reads prompt_key"
-        return Outcome("dead", (), reads.get(key.pipeline, "messages takes precedence"))
+    if not has_bare_prompts(key.get(*key.path[:-1]), key.pipeline):
+        reads = {"preference": "the column instruction", "distill": "question_key", "sft": "prompt_key"}
+        reason = reads.get(key.pipeline)
+        return key.dead(f"ROLL reads {reason}" if reason else "messages takes precedence")
     writes = ((key.path, value), ((*key.path[:-1], "template"), "plain"))
     return Outcome("kept", writes, "with template: plain, because ROLL applies no chat template to this column")
 
@@ -462,9 +415,7 @@ def messages_column(value: Any, key: Key) -> Outcome:
         "preference": "ROLL's dpo reads the columns instruction, chosen_key and rejected_key",
         "distill": "ROLL's distill reads question_key and answer_key",
     }
-    if key.pipeline in reads:
-        return Outcome("dead", (), reads[key.pipeline])
-    return key.keep(value)
+    return key.dead(reads[key.pipeline]) if key.pipeline in reads else key.unchanged()
 
 
 def file_name(value: Any, key: Key) -> Outcome:
@@ -475,21 +426,19 @@ def file_name(value: Any, key: Key) -> Outcome:
     names = value if isinstance(value, list) else [value]
     patterns = [name for name in names if isinstance(name, str) and glob.has_magic(name)]
     if not patterns:
-        return key.keep(value)
-    found = {name: sorted(glob.glob(name)) for name in patterns}
-    files = [file for name in names for file in found.get(name, [name])]
-    absent = [name for name in patterns if not found[name]]
-    if absent:
-        note = f"ROLL expands the pattern {absent[0]}, which matches no file: list the files"
-        return Outcome("unsupported", ((key.path, value),), note)
-    return Outcome("changed", ((key.path, files),), f"{', '.join(patterns)}: the files that match now")
+        return key.unchanged()
+    matches = {name: sorted(glob.glob(name)) for name in patterns}
+    if absent := [name for name in patterns if not matches[name]]:
+        return key.rejected(f"ROLL expands the pattern {absent[0]}, which matches no file: list the files")
+    files = [file for name in names for file in matches.get(name, [name])]
+    return key.changed({key.path: files}, f"{', '.join(patterns)}: the files that match now")
 
 
 def dataset_type(value: Any, key: Key) -> Outcome:
     """ROLL has loaders for json, arrow, csv, parquet and text (roll/datasets/dataset.py)."""
     if value in ("json", "arrow", "csv", "parquet"):
-        return key.keep(value)
-    return Outcome("unsupported", ((key.path, value),), "only json, parquet, csv and arrow files are supported")
+        return key.unchanged()
+    return key.rejected("only json, parquet, csv and arrow files are supported")
 
 
 # -- roles -------------------------------------------------------------------------------------------------------------
@@ -497,28 +446,28 @@ def dataset_type(value: Any, key: Key) -> Outcome:
 
 def attention(value: Any, key: Key) -> Outcome:
     """ROLL's values are auto, sdpa and fa2; None means auto (roll/configs/model_args.py)."""
-    if value == "sdpa":
-        # Here, sdpa means padded rows, which context parallelism refuses.
-        if (key.beside("ulysses_size") or 1) == 1:
-            return key.keep(value)
-        return Outcome("not needed", (), "auto is sdpa without padding, which ulysses_size needs")
-    return Outcome("not needed", (), "auto selects the fastest exact one")
+    if value != "sdpa":
+        return key.unneeded("auto selects the fastest exact one")
+    # Here, sdpa means padded rows, which context parallelism refuses.
+    if (key.beside("ulysses_size") or 1) == 1:
+        return key.unchanged()
+    return key.unneeded("auto is sdpa without padding, which ulysses_size needs")
 
 
 def lora(value: Any, key: Key) -> Outcome:
     """Options of LoRA, which is enabled if `lora_target` is given."""
     if key.beside("lora_target") is None:
-        return Outcome("dead", (), "LoRA is enabled by lora_target")
+        return key.dead("LoRA is enabled by lora_target")
     if key.role[0] not in ("actor_train", "critic", "sft_train", "student"):
-        return Outcome("not needed", (), "only the trained role has adapters; other roles receive merged weights")
-    return key.keep(value)
+        return key.unneeded("only the trained role has adapters; other roles receive merged weights")
+    return key.unchanged()
 
 
 def ulysses_size(value: Any, key: Key) -> Outcome:
     """Only ROLL's fsdp2 strategy reads it."""
-    if has_no_effect(value, (1,)):
-        return Outcome("not needed", (), "1 disables it")
-    return Outcome("renamed", (((*key.role, "strategy_args", "strategy_config", "ulysses_size"), value),))
+    if is_neutral(value, (1,)):
+        return key.unneeded("1 disables it")
+    return key.renamed({(*key.role, "strategy_args", "strategy_config", "ulysses_size"): value})
 
 
 BY_SEQUENCE = "roll-core balances each sequence, ROLL each micro-batch"
@@ -526,23 +475,20 @@ BY_SEQUENCE = "roll-core balances each sequence, ROLL each micro-batch"
 
 def moe_aux_loss_coef(value: Any, key: Key) -> Outcome:
     """Megatron's own key takes precedence (model_providers.py). Other strategies add no auxiliary router loss."""
-    if has_no_effect(value, (0,)):
-        return Outcome("not needed", (), "it has no effect")
+    if is_neutral(value, (0,)):
+        return key.unneeded("it has no effect")
     strategy = (*key.role, "strategy_args")
-    if not str(key.at(*strategy, "strategy_name")).startswith("megatron"):
-        note = "only Megatron adds a router's auxiliary loss; left in the config, which `check` rejects"
-        return Outcome("unsupported", ((key.path, value),), note)
-    for own in ("moe_aux_loss_coeff", "moe_aux_loss_coef"):
-        if key.at(*strategy, "strategy_config", own) is not None:
-            return Outcome("not needed", (), f"{own} of its strategy_config takes precedence, as in ROLL")
-    return Outcome("renamed", (((*strategy, "strategy_config", "moe_aux_loss_coeff"), value),), BY_SEQUENCE)
+    if not str(key.get(*strategy, "strategy_name")).startswith("megatron"):
+        return key.refused("only Megatron adds a router's auxiliary loss")
+    for name in ("moe_aux_loss_coeff", "moe_aux_loss_coef"):
+        if key.get(*strategy, "strategy_config", name) is not None:
+            return key.unneeded(f"{name} of its strategy_config takes precedence, as in ROLL")
+    return key.renamed({(*strategy, "strategy_config", "moe_aux_loss_coeff"): value}, BY_SEQUENCE)
 
 
 def virtual_pipeline(value: Any, key: Key) -> Outcome:
     """Number of model chunks on each pipeline stage."""
-    if has_no_effect(value, (1,)):
-        return Outcome("not needed", (), "one chunk per stage is a plain pipeline")
-    return key.keep(value)
+    return key.unneeded("one chunk per stage is a plain pipeline") if is_neutral(value, (1,)) else key.unchanged()
 
 
 TORCH_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
@@ -551,36 +497,33 @@ TORCH_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 def torch_dtype(value: Any, key: Key) -> Outcome:
     """Convert torch's dtype names to roll-core's; ROLL accepts both spellings."""
     name = str(value).removeprefix("torch.")
-    ours = TORCH_DTYPES.get(name, name)
-    return Outcome("kept" if ours == value else "changed", ((key.path, ours),))
+    name = TORCH_DTYPES.get(name, name)
+    return key.unchanged() if name == value else key.changed({key.path: name})
 
 
 def fsdp_size(value: Any, key: Key) -> Outcome:
     """A size <= 1 or >= the number of ranks means one group of all ranks (fsdp2_strategy.py)."""
     try:
-        ranks = len(parse_device_mapping(key.at(*key.role, "device_mapping")))
+        ranks = len(parse_device_mapping(key.get(*key.role, "device_mapping")))
     except ValueError:
         ranks = 0
     if isinstance(value, int) and (value <= 1 or 0 < ranks <= value):
-        return Outcome("not needed", (), "without it, all ranks share one copy")
-    return key.keep(value)
+        return key.unneeded("without it, all ranks share one copy")
+    return key.unchanged()
 
 
 def world_size(value: Any, key: Key) -> Outcome:
     """ROLL computes it from device_mapping if that is given (roll/configs/worker_config.py)."""
     if key.beside("device_mapping") is not None and key.path[0] != "rewards":
-        return Outcome("not needed", (), "set by device_mapping")
-    return key.keep(value)
+        return key.unneeded("set by device_mapping")
+    return key.unchanged()
 
 
 def num_train_epochs(value: Any, key: Key) -> Outcome:
     """rlvr and distill use `max_steps` instead."""
     if key.pipeline == "distill":
-        note = "distill trains max_steps batches of rollout_batch_size rows: set max_steps"
-        return Outcome("differs", (), note)
-    if key.pipeline != "sft":
-        return Outcome("dead", (), "set by max_steps")
-    return key.keep(value)
+        return key.differs("distill trains max_steps batches of rollout_batch_size rows: set max_steps")
+    return key.unchanged() if key.pipeline == "sft" else key.dead("set by max_steps")
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------
@@ -588,27 +531,24 @@ def num_train_epochs(value: Any, key: Key) -> Outcome:
 
 def kd_teacher(value: Any, key: Key) -> Outcome:
     """Temperature of the teacher, 1 by default as that of the student (roll/pipeline/distill/distill_config.py)."""
-    own = key.at("kd_temperature") or 1
-    if value == own:
-        return Outcome("not needed", (), "kd_temperature applies to both models")
-    note = f"kd_temperature {own} applies to both models; left in the config, which `check` rejects"
-    return Outcome("unsupported", ((key.path, value),), note)
+    student = key.get("kd_temperature") or 1
+    if value == student:
+        return key.unneeded("kd_temperature applies to both models")
+    return key.refused(f"kd_temperature {student} applies to both models")
 
 
 def logits_topk(value: Any, key: Key) -> Outcome:
     """0 means the whole vocabulary (roll/pipeline/distill/distill_worker.py)."""
-    if value == 0:
-        return Outcome("changed", ((("kd_support",), "full"),), "the whole vocabulary")
-    return key.keep(value)
+    return key.changed({"kd_support": "full"}, "the whole vocabulary") if value == 0 else key.unchanged()
 
 
 def distill_loss_weight(value: Any, key: Key) -> Outcome:
     """Weight of the divergence; the rest is that of the likelihood (roll/pipeline/distill/distill_worker.py)."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return Outcome("unsupported", ((key.path, value),), "expected a number")
+        return key.rejected("expected a number")
     if not value:
-        return Outcome("unsupported", ((key.path, value),), "without a divergence it is sft: import it as sft")
-    return Outcome("renamed", ((("kd_coef",), float(value)), (("nll_coef",), 1.0 - value)), "their sum is 1")
+        return key.rejected("without a divergence it is sft: import it as sft")
+    return key.renamed({"kd_coef": float(value), "nll_coef": 1.0 - value}, "their sum is 1")
 
 
 def is_pure(source: Mapping[str, Any]) -> bool:
@@ -620,9 +560,7 @@ def unless_pure(rule: KeyRule) -> KeyRule:
     """Rule for a key that ROLL overwrites in pure distillation (roll/pipeline/rlvr/rlvr_config.py)."""
 
     def convert(value: Any, key: Key) -> Outcome:
-        return (
-            Outcome("dead", (), "ROLL overwrites it in pure distillation") if is_pure(key.source) else rule(value, key)
-        )
+        return key.dead("ROLL overwrites it in pure distillation") if is_pure(key.source) else rule(value, key)
 
     return KeyRule(f"as in `rlvr` with use_opd: {rule.says}; otherwise ROLL overwrites it", convert)
 
@@ -630,20 +568,18 @@ def unless_pure(rule: KeyRule) -> KeyRule:
 def use_opd(value: Any, key: Key) -> Outcome:
     """The advantages of rewards are added to those of the teacher (compute_advantage of rlvr_pipeline.py)."""
     if not value or is_pure(key.source):
-        return Outcome("not needed", (), "without rewards, task_coef is 0")
-    return Outcome("renamed", ((("task_coef",), 1.0),), "the weight of the advantages of rewards")
+        return key.unneeded("without rewards, task_coef is 0")
+    return key.renamed({"task_coef": 1.0}, "the weight of the advantages of rewards")
 
 
 def opd_kl_coef(value: Any, key: Key) -> Outcome:
     """Weight of a teacher, 1 by default (roll/configs/worker_config.py). Here all teachers have one."""
-    teachers = key.at("teachers") or {}
-    weights = {value_at(each, ("opd_kl_coef",)) or 1.0 for each in teachers.values()}
+    teachers = key.get("teachers") or {}
+    weights = {value_at(teacher, ("opd_kl_coef",)) or 1.0 for teacher in teachers.values()}
     if len(weights) > 1:
-        found = ", ".join(f"{each:g}" for each in sorted(weights))
-        return Outcome(
-            "unsupported", ((key.path, value),), f"the teachers have weights {found}: kd_coef is one for all"
-        )
-    return Outcome("renamed", ((("kd_coef",), value),), "the weight of all teachers")
+        texts = ", ".join(f"{weight:g}" for weight in sorted(weights))
+        return key.rejected(f"the teachers have weights {texts}: kd_coef is one for all")
+    return key.renamed("kd_coef", "the weight of all teachers")
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
@@ -660,8 +596,6 @@ JUDGE = "LLMJudgeRewardWorker"
 """Becomes the reward `judge` if it uses an API."""
 MODULE = "imported_rewards"
 """Module in which users write functions that replace ROLL's rewards without an equivalent here."""
-
-
 OTHER_VALUES = {
     "ifeval": "ROLL adds a penalty of repetitions: a `composite` with `repetition_penalty`, ngram_size 3 and"
     " max_penalty -0.5, has both",
@@ -671,8 +605,9 @@ OTHER_VALUES = {
 """Rewards whose values differ from those of ROLL's workers (roll/pipeline/rlvr/rewards)."""
 
 
-def reward_of(reward: Any) -> str:
-    """roll-core's reward for a `rewards.<domain>` of ROLL; empty if there is none."""
+def reward_of(key: Key) -> str:
+    """roll-core's reward for the `rewards.<domain>` of a key; empty if there is none."""
+    reward = key.get(*key.role)
     if not isinstance(reward, Mapping):
         return ""
     worker = str(reward.get("worker_cls")).rpartition(".")[2]
@@ -683,80 +618,66 @@ def reward_of(reward: Any) -> str:
 
 def reward_worker(value: Any, key: Key) -> Outcome:
     """In ROLL the worker class determines the reward (roll/pipeline/rlvr/rewards)."""
-    ours = reward_of(key.at(*key.role))
-    if ours:
-        other = OTHER_VALUES.get(ours, "")
-        return Outcome("differs" if other else "renamed", (((*key.role, "reward"), ours),), other)
+    if reward := reward_of(key):
+        target = {(*key.role, "reward"): reward}
+        return key.differs(OTHER_VALUES[reward], target) if reward in OTHER_VALUES else key.renamed(target)
     name = re.sub(r"\W", "_", key.path[1])
-    function = f"{MODULE}:{name if not name[:1].isdigit() else f'_{name}'}"
-    writes = (((*key.role, "reward"), "function"), ((*key.role, "function"), function))
-    return Outcome(
-        "unsupported", writes, f"write {function.partition(':')[2]}(prompt, response, **columns) in {MODULE}.py"
-    )
+    name = f"_{name}" if name[:1].isdigit() else name
+    target = {(*key.role, "reward"): "function", (*key.role, "function"): f"{MODULE}:{name}"}
+    return key.lacking(f"write {name}(prompt, response, **columns) in {MODULE}.py", target)
 
 
 def judge_api(value: Any, key: Key) -> Outcome:
     """The API of a judge."""
-    if reward_of(key.at(*key.role)) == "judge":
-        return Outcome("kept", ((key.path, value),), "")
-    return of_reward_worker(value, key)
+    return key.unchanged() if reward_of(key) == "judge" else of_reward_worker(value, key)
 
 
 def judge_prompt(value: Any, key: Key) -> Outcome:
     """ROLL selects one of its own prompts by name."""
-    if reward_of(key.at(*key.role)) == "judge":
-        return Outcome(
-            "unsupported", (), "a name of ROLL's prompts: write the text of judge_prompt, see docs/rewards.md"
-        )
-    return of_reward_worker(value, key)
+    note = "a name of ROLL's prompts: write the text of judge_prompt, see docs/rewards.md"
+    return key.lacking(note) if reward_of(key) == "judge" else of_reward_worker(value, key)
 
 
 def reward_type(value: Any, key: Key) -> Outcome:
     """Only CrossThinkQARuleRewardWorker reads it."""
-    if reward_of(key.at(*key.role)) == "crossthink_qa":
-        return Outcome("differs", (), "ROLL's values of right and wrong answers; here 1 and 0")
-    return of_reward_worker(value, key)
+    note = "ROLL's values of right and wrong answers; here 1 and 0"
+    return key.differs(note) if reward_of(key) == "crossthink_qa" else of_reward_worker(value, key)
 
 
 def response_length_penalty_coef(value: Any, key: Key) -> Outcome:
     """Only CrossThinkQARuleRewardWorker adds the result to its reward."""
-    if reward_of(key.at(*key.role)) != "crossthink_qa":
-        return Outcome("dead", (), "ROLL discards the result")
+    if reward_of(key) != "crossthink_qa":
+        return key.dead("ROLL discards the result")
     if not value:
-        return Outcome("not needed", (), "0 has no effect")
-    return Outcome("differs", (), "not converted: ROLL adds a penalty of responses below 400 tokens")
+        return key.unneeded("0 has no effect")
+    return key.differs("not converted: ROLL adds a penalty of responses below 400 tokens")
 
 
 def code_url(value: Any, key: Key) -> Outcome:
     """The service in which ROLL runs programs."""
-    if reward_of(key.at(*key.role)) == "code" and value:
-        return Outcome("differs", (), "programs run in a sandbox: see sandbox_command and sandbox_url")
+    if reward_of(key) == "code" and value:
+        return key.differs("programs run in a sandbox: see sandbox_command and sandbox_url")
     return of_reward_worker(value, key)
 
 
 def of_reward_worker(value: Any, key: Key) -> Outcome:
     """Keys that only ROLL's reward worker reads."""
-    if reward_of(key.at(*key.role)):
-        return Outcome("not needed", (), "a rule has no model and no devices")
-    return Outcome("unsupported", (), "your function replaces it")
+    if reward_of(key):
+        return key.unneeded("a rule has no model and no devices")
+    return key.lacking("your function replaces it")
 
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
-def kept(value: Any, key: Key) -> Outcome:
-    """A list or a mapping that means the same."""
-    return key.keep(value)
-
-
 def of_messages(value: Any, key: Key) -> Outcome:
     """ROLL formats an environment's observations with templates of the config."""
-    return Outcome("differs", (), "the environment writes its own messages, so that prompts differ from ROLL's")
+    return key.differs("the environment writes its own messages, so that prompts differ from ROLL's")
 
 
 def env_type(value: Any, key: Key) -> Outcome:
     """Name of an environment. `check` rejects names that no installed package provides."""
-    return Outcome("renamed", (((*key.path[:-1], "environment"), value),), "its prompts differ from ROLL's")
+    return key.renamed({(*key.path[:-1], "environment"): value}, "its prompts differ from ROLL's")
 
 
 def env_config(value: Any, key: Key) -> Outcome:
@@ -766,53 +687,49 @@ def env_config(value: Any, key: Key) -> Outcome:
     """
     kind = key.beside("env_type")
     if not isinstance(value, dict) or kind not in ("sokoban", "frozen_lake"):
-        return key.keep(value)
-    found: dict[str, Any] = {}
+        return key.unchanged()
+    options: dict[str, Any] = {}
     if kind == "sokoban":
         room = value.get("dim_room")
         if isinstance(room, list) and len(room) == 2:
-            found |= {"rows": room[0], "columns": room[1]}
+            options |= {"rows": room[0], "columns": room[1]}
         if "num_boxes" in value:
-            found["boxes"] = value["num_boxes"]
+            options["boxes"] = value["num_boxes"]
     else:
         if "size" in value:
-            found["size"] = value["size"]
+            options["size"] = value["size"]
         if isinstance(value.get("p"), int | float):
-            found["holes"] = round(1 - value["p"], 6)
+            options["holes"] = round(1 - value["p"], 6)
         if value.get("is_slippery"):
-            found["slippery"] = round(2 / 3, 6)
-    note = f"options of {kind} here: {', '.join(found) or 'none given'}; its other options are ROLL's own"
-    return Outcome("changed", ((key.path, found),) if found else (), note)
+            options["slippery"] = round(2 / 3, 6)
+    note = f"options of {kind} here: {', '.join(options) or 'none given'}; its other options are ROLL's own"
+    return key.changed({key.path: options} if options else {}, note)
 
 
 def env_concurrency(value: Any, key: Key) -> Outcome:
     """ROLL limits concurrent steps, roll-core concurrent episodes of an environment."""
     if not value:
-        return Outcome("not needed", (), "0 has no limit")
-    return Outcome("renamed", (((*key.path[:-1], "concurrency"), value),), "limits episodes, not steps")
+        return key.unneeded("0 has no limit")
+    return key.renamed({(*key.path[:-1], "concurrency"): value}, "limits episodes, not steps")
 
 
 def env_manager(value: Any, key: Key) -> Outcome:
     """The class that runs an episode."""
     if str(value).endswith(".TrajEnvManager"):
-        return Outcome("not needed", (), "episodes are trained on as whole trajectories")
-    note = "only TrajEnvManager has an equivalent; left in the config, which `check` rejects"
-    return Outcome("unsupported", ((key.path, value),), note)
+        return key.unneeded("episodes are trained on as whole trajectories")
+    return key.refused("only TrajEnvManager has an equivalent")
 
 
 def llm_proxy(value: Any, key: Key) -> Outcome:
     """What answers an environment: the policy, or a service."""
     if not isinstance(value, dict) or value.get("proxy_type", "policy") == "policy":
-        return Outcome("not needed", (), "the policy generates the replies")
-    note = "only the policy generates replies; left in the config, which `check` rejects"
-    return Outcome("unsupported", ((key.path, value),), note)
+        return key.unneeded("the policy generates the replies")
+    return key.refused("only the policy generates replies")
 
 
 def group_filter(value: Any, key: Key) -> Outcome:
     """ROLL's own class keeps all groups."""
-    if str(value).startswith("roll."):
-        return Outcome("not needed", (), "it keeps all groups")
-    return Outcome("unsupported", ((key.path, value),), "custom code; left in the config, which `check` rejects")
+    return key.unneeded("it keeps all groups") if str(value).startswith("roll.") else key.refused("custom code")
 
 
 TURN_ESTIMATORS = ("step_reinforce", "gigpo", "agentic_reinforce")
@@ -821,53 +738,53 @@ TURN_ESTIMATORS = ("step_reinforce", "gigpo", "agentic_reinforce")
 
 def _normalisation(key: Key) -> tuple[str, str]:
     """`method` and `grouping` of ROLL's reward_normalization. `asym_clip` computes the same as `mean_std`."""
-    given = key.at("reward_normalization")
-    given = given if isinstance(given, dict) else {}
-    method, grouping = str(given.get("method", "identity")), str(given.get("grouping", "state"))
+    settings = key.get("reward_normalization")
+    settings = settings if isinstance(settings, dict) else {}
+    method, grouping = str(settings.get("method", "identity")), str(settings.get("grouping", "state"))
     return {"asym_clip": "mean_std"}.get(method, method), {"traj_group_id": "group"}.get(grouping, grouping)
 
 
 def agentic_estimator(value: Any, key: Key) -> Outcome:
     """In ROLL's agentic pipeline grpo is the return of rewards that `reward_normalization` normalises."""
     if value == "grpo" and _normalisation(key) != ("mean_std", "group"):
-        note = "grpo normalises by group; ROLL uses reward_normalization"
-        return Outcome("changed", ((key.path, "reinforce"),), note)
-    return key.keep(value)
+        return key.changed({key.path: "reinforce"}, "grpo normalises by group; ROLL uses reward_normalization")
+    return key.unchanged()
 
 
 def reward_normalization(value: Any, key: Key) -> Outcome:
     """Normalisation of rewards, by the estimator that reads it (agentic_reward_norm in roll/pipeline/agentic)."""
-    estimator, (method, grouping) = key.at("adv_estimator"), _normalisation(key)
+    estimator, (method, grouping) = key.get("adv_estimator"), _normalisation(key)
     by_norm_type = isinstance(value, dict) and bool({"norm_mean_type", "norm_std_type"} & value.keys())
     if not by_norm_type and method in ("identity", "mean", "mean_std"):
         if estimator == "step_reinforce" and grouping in ("batch", "group", "state"):
-            writes = tuple((("adv_options", name), each) for name, each in (("method", method), ("grouping", grouping)))
-            return Outcome("changed", writes)
+            return key.changed({"adv_options.method": method, "adv_options.grouping": grouping})
         if estimator == "gigpo" and grouping in ("group", "state") and method != "identity":
             mode = "mean_std_norm" if method == "mean_std" else "mean_norm"
-            return Outcome("changed", ((("adv_options", "mode"), mode),), "episodes are compared within their group")
+            return key.changed({"adv_options.mode": mode}, "episodes are compared within their group")
         if estimator == "agentic_reinforce" and method == "identity":
-            return Outcome("not needed", (), "agentic_reinforce does not normalise rewards")
+            return key.unneeded("agentic_reinforce does not normalise rewards")
         if estimator == "grpo" and (method, grouping) == ("mean_std", "group"):
-            return Outcome("not needed", (), "grpo normalises by group")
+            return key.unneeded("grpo normalises by group")
         if estimator not in TURN_ESTIMATORS and (method == "identity" or grouping in ("batch", "group")):
             names = {"identity": (), "mean": ("norm_mean_type",), "mean_std": ("norm_mean_type", "norm_std_type")}
-            return Outcome("changed", tuple(((name,), grouping) for name in names[method]))
-    note = "this estimator has no such normalisation; left in the config, which `check` rejects"
-    return Outcome("unsupported", ((key.path, value),), note)
+            return key.changed(dict.fromkeys(names[method], grouping))
+    return key.refused("this estimator has no such normalisation")
 
 
 def turn_option(value: Any, key: Key) -> Outcome:
     """Weights and discount of the estimators that credit turns."""
     readers = {"gigpo"} | ({"step_reinforce"} if key.name == "step_reward_gamma" else set())
-    if key.at("adv_estimator") not in readers:
-        return Outcome("dead", (), "the estimator does not read it")
-    return Outcome("renamed", ((("adv_options", key.name), value),))
+    if key.get("adv_estimator") not in readers:
+        return key.dead("the estimator does not read it")
+    return key.renamed(f"adv_options.{key.name}")
+
+
+# -- Reward-FL ---------------------------------------------------------------------------------------------------------
 
 
 def flow_strategy(value: Any, key: Key) -> Outcome:
     """Reward-FL had a DeepSpeed strategy of its own."""
-    return Outcome("changed", ((key.path, "deepspeed_train"),))
+    return key.changed({key.path: "deepspeed_train"})
 
 
 def mid_timestep(value: Any, key: Key) -> Outcome:
@@ -875,8 +792,8 @@ def mid_timestep(value: Any, key: Key) -> Outcome:
     final = key.beside("final_timestep")
     final = 7 if final is None else final
     if not isinstance(value, int) or not isinstance(final, int) or not 0 <= value <= final:
-        return Outcome("unsupported", ((key.path, value),), f"expected a step from 0 to final_timestep {final}")
-    return Outcome("changed", ((("objective_options", "grad_steps"), final - value + 1),), f"{final} - {value} + 1")
+        return key.rejected(f"expected a step from 0 to final_timestep {final}")
+    return key.changed({"objective_options.grad_steps": final - value + 1}, f"{final} - {value} + 1")
 
 
 def final_timestep(value: Any, key: Key) -> Outcome:
@@ -884,8 +801,8 @@ def final_timestep(value: Any, key: Key) -> Outcome:
     steps = key.beside("num_inference_steps")
     steps = 8 if steps is None else steps
     if not isinstance(value, int) or not isinstance(steps, int) or not 0 <= value < steps:
-        return Outcome("unsupported", ((key.path, value),), f"expected a step below num_inference_steps {steps}")
+        return key.rejected(f"expected a step below num_inference_steps {steps}")
     if value == steps - 1:
-        return Outcome("not needed", (), "the last step, where `stop: last` stops")
-    stop = ((("objective_options", "stop"), "uniform"), (("objective_options", "stop_range"), [value, value + 1]))
-    return Outcome("changed", stop, "the trajectory stops there")
+        return key.unneeded("the last step, where `stop: last` stops")
+    stop = {"objective_options.stop": "uniform", "objective_options.stop_range": [value, value + 1]}
+    return key.changed(stop, "the trajectory stops there")

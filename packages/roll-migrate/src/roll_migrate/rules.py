@@ -1,18 +1,18 @@
-"""Conversion rules for keys: the vocabulary in which tables of another framework's keys are written.
+"""Engine of conversion rules: the vocabulary in which tables of another framework's keys are written.
 
-A table maps the keys of a mapping to rules; a nested table describes a nested mapping.
+A table maps the keys of a mapping to rules; a nested table describes a nested mapping. A rule is a function of a
+value and its `Key`, which returns an `Outcome`; the constructors below build the common ones.
 
-    MODEL = {"dtype": keep(), "tf32": dead("nothing reads it"), "num_labels": unneeded("the role decides")}
+    MODEL = {"dtype": keep(), "path": to("pretrain"), "num_labels": unneeded("the role decides"), "lora": convert_lora}
 
-A rule maps a value to the values that replace it and their paths in the new config. A setting that roll-core does not
-support is dropped (`unsupported`) if training results do not depend on it. Otherwise it stays in the config
-(`refused`), so that `roll-core check` rejects it: no setting that affects training disappears silently.
+A setting that roll-core does not support is dropped (`unsupported`) if training results do not depend on it. Otherwise
+it stays in the config (`refused`), so that `roll-core check` rejects it: no setting that affects training disappears.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ IMPORT_STATUSES: tuple[ImportStatus, ...] = get_args(ImportStatus)
 
 Writes = tuple[tuple["KeyPath", Any], ...]
 """Pairs of a path in the new config and the value written there."""
+Target = str | Mapping[Any, Any]
+"""Dotted key that gets the value, or values by dotted key or by path. `{role}` is `Key.new_role`."""
+REJECTED = "left in the config, which `check` rejects"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Path of a key, and the config that contains it."""
+    """A key with its value, and the config that contains it. Its methods build outcomes."""
 
     path: KeyPath
     source: Mapping[str, Any]
@@ -47,6 +50,9 @@ class Key:
     """Name of roll-core's pipeline."""
     trackers: tuple[str, ...] = ()
     """Names of the installed trackers."""
+    new_role: str = ""
+    """Dotted name of the role in the new config that gets settings of this key's role."""
+    value: Any = None
 
     @property
     def name(self) -> str:
@@ -58,17 +64,61 @@ class Key:
         """Path of the role that the key belongs to."""
         return self.path[:2] if self.path[0] in ("rewards", "teachers") else self.path[:1]
 
+    @property
+    def parent(self) -> str:
+        """Dotted path of the mapping that has the key."""
+        return ".".join(self.path[:-1])
+
     def beside(self, name: str) -> Any:
-        """Value of another key of the same mapping; None if it is not given."""
-        return self.at(*self.path[:-1], name)
+        """Value of another key of the same mapping; None if there is none."""
+        return self.get(*self.path[:-1], name)
 
-    def keep(self, value: Any) -> Outcome:
-        """Keep name and value."""
-        return Outcome("kept", ((self.path, value),))
-
-    def at(self, *path: str) -> Any:
-        """Value at a path from the top level; None if it is not given."""
+    def get(self, *path: str) -> Any:
+        """Value at a path from the top level; None if there is none."""
         return value_at(self.source, path)
+
+    def unchanged(self, note: str = "") -> Outcome:
+        """Keep name and value."""
+        return Outcome("kept", ((self.path, self.value),), note)
+
+    def renamed(self, target: Target, note: str = "") -> Outcome:
+        """Write the value elsewhere."""
+        return Outcome("renamed", self._writes(target), note)
+
+    def changed(self, target: Target, note: str = "") -> Outcome:
+        """Write another value."""
+        return Outcome("changed", self._writes(target), note)
+
+    def differs(self, note: str, target: Target | None = None) -> Outcome:
+        """Write the value, or nothing, although the result differs."""
+        return Outcome("differs", () if target is None else self._writes(target), note)
+
+    def unneeded(self, note: str) -> Outcome:
+        """Drop the key, because roll-core decides by itself."""
+        return Outcome("not needed", (), note)
+
+    def dead(self, note: str) -> Outcome:
+        """Drop a key that has no effect in the other framework."""
+        return Outcome("dead", (), note)
+
+    def lacking(self, note: str, target: Target | None = None) -> Outcome:
+        """Drop a setting without a counterpart, or write what replaces it in part."""
+        return Outcome("unsupported", () if target is None else self._writes(target), note)
+
+    def rejected(self, note: str) -> Outcome:
+        """Leave the setting in the config, so that `check` rejects it with the schema's reason."""
+        return Outcome("unsupported", ((self.path, self.value),), note)
+
+    def refused(self, note: str) -> Outcome:
+        """Leave the setting in the config, so that `check` rejects it."""
+        return self.rejected(f"{note}; {REJECTED}")
+
+    def _writes(self, target: Target) -> Writes:
+        targets = target if isinstance(target, Mapping) else {target: self.value}
+        return tuple(
+            (path if isinstance(path, tuple) else dotted(path.replace("{role}", self.new_role)), value)
+            for path, value in targets.items()
+        )
 
 
 def value_at(data: Any, path: tuple[str, ...]) -> Any:
@@ -80,58 +130,10 @@ def value_at(data: Any, path: tuple[str, ...]) -> Any:
     return data
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRule:
-    """Function that converts a key, and its description for the docs."""
-
-    says: str
-    convert: Callable[[Any, Key], Outcome]
-
-    def __call__(self, value: Any, key: Key) -> Outcome:
-        """Convert the key with this value."""
-        return self.convert(value, key)
-
-
-@dataclass(frozen=True, slots=True)
-class Each:
-    """Mapping with free names, whose values all follow one rule or table."""
-
-    rule: KeyRule | Mapping[str, Any]
-
-
-Table = Mapping[str, "KeyRule | Each | Table"]
-
-
-def each(names: str, rule: KeyRule) -> dict[str, KeyRule]:
-    """Use the same rule for several keys, given as names separated by spaces."""
-    return dict.fromkeys(names.split(), rule)
-
-
-def keep(note: str = "") -> KeyRule:
-    """Keep name and value, which mean the same."""
-    return KeyRule(f"kept{_because(note)}", lambda value, key: Outcome("kept", ((key.path, value),), note))
-
-
-def differs(note: str) -> KeyRule:
-    """Keep name and value, although the result differs."""
-    return KeyRule(
-        f"kept, but the result differs: {note}", lambda value, key: Outcome("differs", ((key.path, value),), note)
-    )
-
-
-def rename(to: str, note: str = "") -> KeyRule:
-    """Write the value under another name.
-
-    `to` is a name in the same mapping, `role:` and a path below the key's role, or `top:` and a path from the top
-    level.
-    """
-
-    def convert(value: Any, key: Key) -> Outcome:
-        where, _, rest = to.rpartition(":")
-        parent = {"": key.path[:-1], "role": key.role, "top": ()}[where]
-        return Outcome("renamed", (((*parent, *rest.split(".")), value),), note)
-
-    return KeyRule(f"→ `{to.rpartition(':')[2]}`{_because(note)}", convert)
+def lookup(data: Any, key: str, default: Any = None) -> Any:
+    """Value at a dotted key; `default` if it is None or missing."""
+    value = value_at(data, dotted(key))
+    return default if value is None else value
 
 
 def dotted(target: str) -> KeyPath:
@@ -139,59 +141,132 @@ def dotted(target: str) -> KeyPath:
     return tuple(target.split("."))
 
 
-def to(*targets: str, note: str = "", differs: bool = False, neutral: tuple[Any, ...] = ()) -> KeyRule:
-    """Write the value at other paths. A value in `neutral` is roll-core's default."""
-
-    def convert(value: Any, key: Key) -> Outcome:
-        if any(value == other and isinstance(value, bool) is isinstance(other, bool) for other in neutral):
-            return Outcome("not needed", (), "it is the default here")
-        return Outcome("differs" if differs else "renamed", tuple((dotted(target), value) for target in targets), note)
-
-    return KeyRule(f"→ `{'`, `'.join(targets)}`", convert)
+Convert = Callable[[Any, Key], Outcome]
 
 
-def only(condition: Callable[[Mapping[str, Any]], bool], why: str, rules: Table) -> Table:
-    """Rules that apply if the config fulfils a condition."""
+@dataclass(frozen=True, slots=True)
+class KeyRule:
+    """Conversion of a key whose value may be a list or a mapping, and its description for the docs.
 
-    def limited(rule: Any) -> Any:
-        if not isinstance(rule, KeyRule):
-            return only(condition, why, rule)
-
-        def convert(value: Any, key: Key) -> Outcome:
-            return rule(value, key) if condition(key.source) else Outcome("not needed", (), why)
-
-        return KeyRule(rule.says, convert)
-
-    return {name: limited(rule) for name, rule in rules.items()}
-
-
-def changed(target: str, value: Any, note: str = "") -> Outcome:
-    """Write another value at the dotted key `target`."""
-    return Outcome("changed", ((dotted(target), value),), note)
-
-
-def change(says: str, convert: Callable[[Any, Key], Outcome], *, nested: bool = False) -> KeyRule:
-    """Convert the value with the function `convert`, which `says` describes.
-
-    Unless `nested` is set, a list or a mapping stays in the config, so that `roll-core check` rejects it.
+    A function in a table is a rule for single values: the engine leaves a list or a mapping in the config, so that
+    `roll-core check` rejects it.
     """
 
-    def single(value: Any, key: Key) -> Outcome:
-        if isinstance(value, (dict, list)) and not nested:
-            return Outcome("unsupported", ((key.path, value),), "expected a single value")
-        return convert(value, key)
+    says: str
+    convert: Convert
+    nested: bool = True
 
-    return KeyRule(says, single)
+    def __call__(self, value: Any, key: Key) -> Outcome:
+        """Convert the key with this value."""
+        return self.convert(value, key) if self.nested else convert_single(self.convert, value, key)
+
+
+def convert_single(rule: Convert, value: Any, key: Key) -> Outcome:
+    """Convert a key whose value must be a single one, unless `rule` is a `KeyRule`."""
+    if isinstance(value, (dict, list)) and not isinstance(rule, KeyRule):
+        return key.rejected("expected a single value")
+    return rule(value, key)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyName:
+    """Mapping with free names, whose values all follow one rule or table."""
+
+    rule: Any
+
+
+Table = Mapping[str, "Convert | KeyRule | AnyName | Table"]
+
+
+def keys(names: str, rule: Convert) -> dict[str, Convert]:
+    """Use the same rule for several keys, given as names separated by spaces."""
+    return dict.fromkeys(names.split(), rule)
+
+
+def change(says: str, convert: Convert, *, nested: bool = False) -> KeyRule:
+    """Convert with the function `convert`, which `says` describes; lists and mappings only if `nested` is set."""
+    return KeyRule(says, convert, nested)
+
+
+def nested(convert: Convert) -> KeyRule:
+    """Convert with a function that takes lists and mappings too."""
+    return KeyRule("", convert)
+
+
+def keep(note: str = "") -> KeyRule:
+    """Keep name and value, which mean the same."""
+    return KeyRule(f"kept{_because(note)}", lambda value, key: key.unchanged(note))
+
+
+def differs(note: str) -> KeyRule:
+    """Keep name and value, although the result differs."""
+    return KeyRule(f"kept, but the result differs: {note}", lambda value, key: key.differs(note, {key.path: value}))
+
+
+def rename(target: str, note: str = "") -> KeyRule:
+    """Write the value under another name.
+
+    `target` is a name in the same mapping, `role:` and a path below the key's role, or `top:` and a dotted key.
+    """
+    where, _, rest = target.rpartition(":")
+
+    def convert(value: Any, key: Key) -> Outcome:
+        parent = {"": key.path[:-1], "role": key.role, "top": ()}[where]
+        return key.renamed({(*parent, *rest.split(".")): value}, note)
+
+    return KeyRule(f"→ `{rest}`{_because(note)}", convert)
+
+
+def to(
+    *targets: str,
+    note: str = "",
+    status: ImportStatus = "renamed",
+    neutral: tuple[Any, ...] = (),
+    values: Mapping[Any, Any] | None = None,
+    single: bool = False,
+) -> KeyRule:
+    """Write the value, or its name in `values`, at dotted keys. A value in `neutral` is roll-core's default.
+
+    A `single` value may not be a list or a mapping.
+    """
+
+    def convert(value: Any, key: Key) -> Outcome:
+        if is_neutral(value, neutral):
+            return key.unneeded("it is the default here")
+        written = values.get(value, value) if values else value
+        return replace(key.renamed(dict.fromkeys(targets, written), note), status=status)
+
+    return KeyRule(f"→ `{'`, `'.join(targets)}`", convert, nested=not single)
+
+
+def only(condition: Callable[[Mapping[str, Any]], Any] | str, why: str, rule: Any) -> Any:
+    """Rule, or table of rules, for a config that fulfils a condition: a function, or a key beside this one that is on.
+
+    Otherwise the key is not needed, because of `why`.
+    """
+    if isinstance(rule, Mapping):
+        return {name: only(condition, why, inner) for name, inner in rule.items()}
+
+    def convert(value: Any, key: Key) -> Outcome:
+        applies = key.beside(condition) if isinstance(condition, str) else condition(key.source)
+        return convert_single(rule, value, key) if applies else key.unneeded(why)
+
+    return KeyRule(getattr(rule, "says", ""), convert)
+
+
+def if_on(rule: Convert, note: str = "it is off") -> KeyRule:
+    """Rule for a value that is true; otherwise the key is not needed, because of `note`."""
+    return nested(lambda value, key: convert_single(rule, value, key) if value else key.unneeded(note))
 
 
 def unneeded(note: str) -> KeyRule:
     """Drop a key, because roll-core decides by itself what the key controls."""
-    return KeyRule(f"not needed: {note}", lambda value, key: Outcome("not needed", (), note))
+    return KeyRule(f"not needed: {note}", lambda value, key: key.unneeded(note))
 
 
 def dead(note: str) -> KeyRule:
     """Drop a key that has no effect in the other framework either."""
-    return KeyRule(f"no effect in ROLL: {note}", lambda value, key: Outcome("dead", (), note))
+    return KeyRule(f"no effect in ROLL: {note}", lambda value, key: key.dead(note))
 
 
 def unsupported(note: str, *neutral: Any) -> KeyRule:
@@ -199,13 +274,10 @@ def unsupported(note: str, *neutral: Any) -> KeyRule:
 
     `neutral` lists values that have no effect; None is always one of them.
     """
-
-    def convert(value: Any, key: Key) -> Outcome:
-        if has_no_effect(value, neutral):
-            return Outcome("not needed", (), f"{_shown(value)} has no effect")
-        return Outcome("unsupported", (), note)
-
-    return KeyRule(f"not supported{_unless(neutral)}: {note}", convert)
+    return KeyRule(
+        f"not supported{_unless(neutral)}: {note}",
+        lambda value, key: _without_effect(key, neutral) or key.lacking(note),
+    )
 
 
 def refused(note: str, *neutral: Any) -> KeyRule:
@@ -213,20 +285,30 @@ def refused(note: str, *neutral: Any) -> KeyRule:
 
     `neutral` lists values that have no effect and are dropped; None is always one of them.
     """
+    return KeyRule(
+        f"rejected{_unless(neutral)}: {note}", lambda value, key: _without_effect(key, neutral) or key.refused(note)
+    )
+
+
+def switched(note: str, switch: str = "enable") -> KeyRule:
+    """Reject a mapping if its switch is on."""
 
     def convert(value: Any, key: Key) -> Outcome:
-        if has_no_effect(value, neutral):
-            return Outcome("not needed", (), f"{_shown(value)} has no effect")
-        return Outcome("unsupported", ((key.path, value),), f"{note}; left in the config, which `check` rejects")
+        on = isinstance(value, Mapping) and value.get(switch)
+        return key.refused(note) if on else key.unneeded(f"{switch} is off")
 
-    return KeyRule(f"rejected{_unless(neutral)}: {note}", convert)
+    return KeyRule(f"rejected if {switch} is on: {note}", convert)
 
 
-def has_no_effect(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """True if a value is None or one of `neutral`; True and 1 are different values here."""
-    return value is None or any(
-        value == other and isinstance(value, bool) is isinstance(other, bool) for other in neutral
-    )
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """True if a value is one of `neutral`; True and 1 are different values here."""
+    return any(value == other and isinstance(value, bool) is isinstance(other, bool) for other in neutral)
+
+
+def _without_effect(key: Key, neutral: tuple[Any, ...]) -> Outcome | None:
+    if key.value is None or is_neutral(key.value, neutral):
+        return key.unneeded(f"{_shown(key.value)} has no effect")
+    return None
 
 
 def _shown(value: Any) -> str:
@@ -234,7 +316,7 @@ def _shown(value: Any) -> str:
 
 
 def _unless(neutral: tuple[Any, ...]) -> str:
-    return f" unless {' or '.join(f'`{_shown(each)}`' for each in neutral)}" if neutral else ""
+    return f" unless {' or '.join(f'`{_shown(value)}`' for value in neutral)}" if neutral else ""
 
 
 def _because(note: str) -> str:

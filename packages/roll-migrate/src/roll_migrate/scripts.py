@@ -33,6 +33,11 @@ class Launch:
     where: str
     branch: Unknown | None = None
 
+    def options(self) -> tuple[str, ...]:
+        """Options of the launcher, those of two words as `name=value` too."""
+        pairs = (f"{name}={text}" for name, text in zip(("", *self.before), self.before, strict=False))
+        return (*pairs, *self.before)
+
     @property
     def texts(self) -> tuple[str, ...]:
         """Texts of the words."""
@@ -79,20 +84,20 @@ class Script:
 
 def _launch(command: Command) -> Launch:
     texts = [word.text for word in command.words]
-    for at, text in enumerate(texts):
-        is_module = at > 0 and texts[at - 1] in ("-m", "--module") and re.fullmatch(r"[A-Za-z_][\w.]*", text)
-        is_file = text.endswith((".py", ".sh")) and "=" not in text and not (at and texts[at - 1].startswith("--"))
+    for i, text in enumerate(texts):
+        is_module = i > 0 and texts[i - 1] in ("-m", "--module") and re.fullmatch(r"[A-Za-z_][\w.]*", text)
+        is_file = text.endswith((".py", ".sh")) and "=" not in text and not (i and texts[i - 1].startswith("--"))
         if (is_module or is_file) and text not in _LAUNCHERS:
-            return Launch(text, tuple(texts[:at]), command.words[at + 1 :], command.words[at].where, command.branch)
+            return Launch(text, tuple(texts[:i]), command.words[i + 1 :], command.words[i].where, command.branch)
     return Launch("", (), command.words, command.words[0].where, command.branch)
 
 
-def read_script(path: Path, given: Mapping[str, str]) -> Script:
-    """Follow the script at `path`. `given` has variables from elsewhere, and the script's arguments by number.
+def read_script(path: Path, variables: Mapping[str, str]) -> Script:
+    """Follow the script at `path`. `variables` are those from elsewhere, and the script's arguments by number.
 
-    Raises `ConfigError` if it cannot be read, or reads one of `given` nowhere.
+    Raises `ConfigError` if it cannot be read, or reads one of `variables` nowhere.
     """
-    reader = ShellReader(path, given)
+    reader = ShellReader(path, variables)
     end = ""
     try:
         reader.block(parse(path.read_text(encoding="utf-8", errors="replace")))
@@ -104,7 +109,7 @@ def read_script(path: Path, given: Mapping[str, str]) -> Script:
         raise _refused(str(path), "the shell script has too many nested commands") from error
     except Leave as leave:
         end = leave.where
-    if unused := [name for name in given if name not in reader.used]:
+    if unused := [name for name in variables if name not in reader.used]:
         message = f"the script reads no variable {', '.join(unused)} before it sets it"
         hint = "--set is for variables from elsewhere: edit the script to change its own"
         raise ConfigError([ConfigProblem("command line", "--set", message, hint, "ROLL-C015")])

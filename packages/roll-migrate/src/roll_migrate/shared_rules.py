@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import UnsupportedError
-from roll_migrate.rules import Outcome, dotted
+from roll_migrate.rules import nested
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_migrate.rules import Key
+    from roll_migrate.rules import Convert, Key, KeyRule, Outcome
 
 
 _READS_IMAGES = re.compile(
@@ -37,35 +37,63 @@ def refuse_images(models: Mapping[str, Any]) -> None:
             )
 
 
-def experiment(value: Any, fallback: str) -> Outcome:
+def experiment(key: Key, fallback: str) -> Outcome:
     """Convert the name of an experiment to `exp_name`, or to `fallback` if no character remains."""
-    name = re.sub(r"[^\w.-]+", "-", str(value)).strip("-") or fallback
-    note = "" if name == value else "the name of a directory: letters, digits, `.`, `_` and `-`"
-    return Outcome("changed" if note else "renamed", ((("exp_name",), name),), note)
+    name = re.sub(r"[^\w.-]+", "-", str(key.value)).strip("-") or fallback
+    if name == key.value:
+        return key.renamed("exp_name")
+    return key.changed({"exp_name": name}, "the name of a directory: letters, digits, `.`, `_` and `-`")
 
 
-def track_with(names: Sequence[Any], key: Key) -> Outcome:
+def track_with(key: Key, names: Sequence[Any]) -> Outcome:
     """Convert names of trackers to `track_with`. Missing trackers are unsupported."""
-    found = [name for name in names if name in key.trackers]
+    target = {"track_with": [name for name in names if name in key.trackers]}
     if missing := [str(name) for name in names if name not in key.trackers]:
-        installed = ", ".join(key.trackers)
-        return Outcome(
-            "unsupported", ((("track_with",), found),), f"no tracker {', '.join(missing)} (installed: {installed})"
-        )
-    return Outcome("changed", ((("track_with",), found),), "console and metrics.jsonl are always written")
+        return key.lacking(f"no tracker {', '.join(missing)} (installed: {', '.join(key.trackers)})", target)
+    return key.changed(target, "console and metrics.jsonl are always written")
 
 
-def python_function(value: Any, name: str, reward: str, framework: str) -> Outcome:
+def python_function(key: Key, name: str, reward: str, framework: str, file: Any = None) -> Outcome:
     """Convert a Python file with the reward function `name` to `rewards.<reward>`: a `function`."""
-    path = Path(str(value))
+    file = str(key.value if file is None else file)
+    path = Path(file)
     parts = path.with_suffix("").parts
-    module = path.stem if path.is_absolute() or str(value).startswith(("~", "$")) or ".." in parts else ".".join(parts)
+    module = path.stem if path.is_absolute() or file.startswith(("~", "$")) or ".." in parts else ".".join(parts)
     note = f"with {framework}'s signature; {path.name} must be importable"
     if module == path.stem and len(parts) > 1:
         note += f": put {path.parent} on PYTHONPATH"
-    target = f"rewards.{reward}"
-    writes = ((dotted(f"{target}.reward"), "function"), (dotted(f"{target}.function"), f"{module}:{name}"))
-    return Outcome("changed", writes, note)
+    return key.changed({f"rewards.{reward}.reward": "function", f"rewards.{reward}.function": f"{module}:{name}"}, note)
+
+
+def names_of_files(target: str) -> KeyRule:
+    """Write the names of data files, without `~`."""
+
+    def convert(value: Any, key: Key) -> Outcome:
+        names = value if isinstance(value, list) else [value]
+        names = [os.path.expanduser(name) if isinstance(name, str) else name for name in names]
+        return key.renamed({target: names if isinstance(value, list) else names[0]})
+
+    return nested(convert)
+
+
+def frequency(target: str) -> Convert:
+    """Write a number of steps; a number below 1 is off."""
+
+    def convert(value: Any, key: Key) -> Outcome:
+        if value == "after_each_epoch":
+            return key.lacking(f"set {target} to the steps of an epoch", {target: "???"})
+        off = not isinstance(value, (int, float)) or value < 1
+        return key.changed({target: 0 if off else value}, f"{value} is off" if off else "")
+
+    return convert
+
+
+def max_steps(epochs: Any, rows: int | None, size: Any) -> tuple[int, str] | None:
+    """Steps of all epochs with `size` prompts per batch, and the arithmetic; None unless all are positive numbers."""
+    if rows is None or not all(isinstance(number, int) and number > 0 for number in (epochs, size)) or rows < size:
+        return None
+    how = f"{epochs} × ({rows} rows // {size} prompts per batch); less if longer prompts are dropped"
+    return epochs * (rows // size), how
 
 
 def count_rows(files: Any, limit: Any = None) -> int | None:
@@ -91,9 +119,10 @@ def count_rows(files: Any, limit: Any = None) -> int | None:
     return min(total, limit) if isinstance(limit, int) and limit > 0 else total
 
 
-def lora_dropout(value: Any, *, enabled: bool) -> Outcome:
+def lora_dropout(key: Key, *, enabled: bool) -> Outcome:
     """Dropout of adapters, which are `enabled` or not."""
-    if not (value and enabled):
-        return Outcome("not needed", (), "no dropout")
-    why = "dropout is not supported: logprobs before and during an update must come from the same function"
-    return Outcome("unsupported", (), why)
+    if not (key.value and enabled):
+        return key.unneeded("no dropout")
+    return key.lacking(
+        "dropout is not supported: logprobs before and during an update must come from the same function"
+    )

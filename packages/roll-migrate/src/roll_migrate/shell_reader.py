@@ -99,8 +99,8 @@ class Word:
 
     def value(self, key: str, text: str) -> str:
         """Return `text`, a part of this word that is the value of `key`. Raises `ConfigError` if it is unknown."""
-        if found := _UNKNOWN.search(text):
-            raise self.reasons[int(found[1])].error(self.where, key)
+        if match := _UNKNOWN.search(text):
+            raise self.reasons[int(match[1])].error(self.where, key)
         return text
 
 
@@ -146,16 +146,16 @@ _Follow = Callable[[], bool | None]
 class ShellReader:
     """Follows the commands of a script. The status of a command is None if it is unknown."""
 
-    def __init__(self, path: Path, given: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, presets: Mapping[str, str]) -> None:
         self.path = str(path)
         self.script = str(path)
-        self.given = given
+        self.presets = presets
         self.variables: dict[str, _Value] = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd()}
-        self.variables |= {name: value for name, value in given.items() if not name.isdigit()}
-        count = max((int(name) for name in given if name.isdigit()), default=0)
-        self.arguments = [given.get(str(number), "") for number in range(1, count + 1)]
+        self.variables |= {name: value for name, value in presets.items() if not name.isdigit()}
+        count = max((int(name) for name in presets if name.isdigit()), default=0)
+        self.arguments = [presets.get(str(number), "") for number in range(1, count + 1)]
         self.used: set[str] = set()
-        self.unread = set(given)
+        self.unread = set(presets)
         """Given variables that the script has not set before it reads them."""
         self.functions: dict[str, Node] = {}
         self.commands: list[Command] = []
@@ -256,7 +256,7 @@ class ShellReader:
     def _for_(self, node: For) -> bool | None:
         if node.words is None:
             items = [_Item(argument, "") for argument in self.arguments]
-            self.used |= {name for name in self.given if name.isdigit()}
+            self.used |= {name for name in self.presets if name.isdigit()}
         else:
             items = [item for token in node.words for item in self._expanded(token)]
         status: bool | None = True
@@ -348,8 +348,8 @@ class ShellReader:
         for variable in names:
             if len({_texts(variables.get(variable)) for variables, _ in ends}) > 1:
                 unknown = self._mark(Unknown(reason.message, where, name or variable))
-                self.variables[variable] = self.given.get(variable, unknown)
-                self.used |= {variable} & self.given.keys()
+                self.variables[variable] = self.presets.get(variable, unknown)
+                self.used |= {variable} & self.presets.keys()
         self.blame = reason
         return None
 
@@ -367,7 +367,7 @@ class ShellReader:
             fields += [self._declared(word)] if isinstance(word, Assignment) else self._expanded(word)
         if not fields:
             return True
-        name, arguments = fields[0].text, [each.text for each in fields[1:]]
+        name, arguments = fields[0].text, [word.text for word in fields[1:]]
         if name in self.functions:
             return self._call(name, arguments)
         if name == "read" and node.document is not None and arguments:
@@ -395,18 +395,18 @@ class ShellReader:
 
     def _start(self, fields: list[_Item], line: int) -> None:
         """Record a program that the script starts, or follow the script that a shell is given as text."""
-        texts = [each.text for each in fields]
+        texts = [word.text for word in fields]
         for shell in ("bash", "sh"):
             if shell in texts[:-1] and re.fullmatch("-[a-z]*c", texts[texts.index(shell) + 1]):
-                at = texts.index(shell) + 2
-                if at < len(texts) and self._reason(texts[at]) is None:
+                index = texts.index(shell) + 2
+                if index < len(texts) and self._reason(texts[index]) is None:
                     try:
-                        body = parse(texts[at])
+                        body = parse(texts[index])
                     except ShellSyntaxError as error:
                         raise ShellSyntaxError(str(error), line) from error
                     self._apart(partial(self.block, body))
                     return
-        words = tuple(Word(each.text, each.where, self.unknowns) for each in fields)
+        words = tuple(Word(word.text, word.where, self.unknowns) for word in fields)
         self.commands.append(Command(words, self.branch))
 
     def _document(self, document: Document) -> _Lines:
@@ -442,7 +442,7 @@ class ShellReader:
             self.calls -= 1
 
     def _do_cd(self, arguments: list[str], line: int) -> bool | None:
-        target = next((each for each in arguments if not each.startswith("-")), "~")
+        target = next((word for word in arguments if not word.startswith("-")), "~")
         directory = self.variables.get("HOME") if target == "~" else target
         current = self.variables.get("PWD")
         if not isinstance(directory, str) or not isinstance(current, str):
@@ -467,7 +467,7 @@ class ShellReader:
         )
 
     def _do_date(self, arguments: list[str], line: int) -> bool | None:
-        formats = [each for each in arguments if each not in ("-u", "--utc")]
+        formats = [word for word in arguments if word not in ("-u", "--utc")]
         text = formats[0] if len(formats) == 1 else "+%c" if not formats else ""
         if not _DATE.fullmatch(text):
             return self._printed(self._unknown(f"$(date {' '.join(arguments)})"))
@@ -482,7 +482,7 @@ class ShellReader:
         return self._printed(posixpath.basename(name.rstrip("/")).removesuffix(ending))
 
     def _do_realpath(self, arguments: list[str], line: int) -> bool | None:
-        names = [each for each in arguments if not each.startswith("-")]
+        names = [word for word in arguments if not word.startswith("-")]
         current = _text_of(self.variables.get("PWD", ""))
         return self._printed(posixpath.normpath(posixpath.join(current, names[-1])) if names else "")
 
@@ -569,42 +569,42 @@ class ShellReader:
             if name == "[[":
                 words.append((self._text(token), self._pattern(token)))
             else:
-                words += [(each.text, None) for each in self._fields(token)]
+                words += [(field.text, None) for field in self._fields(token)]
         self.blame = None
-        status, at = self._any_of(words, 0)
-        return status if at == len(words) else None
+        status, index = self._any_of(words, 0)
+        return status if index == len(words) else None
 
-    def _any_of(self, words: list[tuple[str, str | None]], at: int) -> tuple[bool | None, int]:
-        status, at = self._all_of(words, at)
-        while at < len(words) and words[at][0] in ("||", "-o"):
-            other, at = self._all_of(words, at + 1)
+    def _any_of(self, words: list[tuple[str, str | None]], index: int) -> tuple[bool | None, int]:
+        status, index = self._all_of(words, index)
+        while index < len(words) and words[index][0] in ("||", "-o"):
+            other, index = self._all_of(words, index + 1)
             status = True if True in (status, other) else None if None in (status, other) else False
-        return status, at
+        return status, index
 
-    def _all_of(self, words: list[tuple[str, str | None]], at: int) -> tuple[bool | None, int]:
-        status, at = self._single(words, at)
-        while at < len(words) and words[at][0] in ("&&", "-a"):
-            other, at = self._single(words, at + 1)
+    def _all_of(self, words: list[tuple[str, str | None]], index: int) -> tuple[bool | None, int]:
+        status, index = self._single(words, index)
+        while index < len(words) and words[index][0] in ("&&", "-a"):
+            other, index = self._single(words, index + 1)
             status = False if False in (status, other) else None if None in (status, other) else True
-        return status, at
+        return status, index
 
-    def _single(self, words: list[tuple[str, str | None]], at: int) -> tuple[bool | None, int]:
+    def _single(self, words: list[tuple[str, str | None]], index: int) -> tuple[bool | None, int]:
         """Status of one comparison, and the place after it."""
-        texts = [text for text, _ in words[at : at + 3]]
+        texts = [text for text, _ in words[index : index + 3]]
         if len(texts) == 3 and (texts[1] in _COMPARISONS or texts[1] in ("=", "==", "!=", "=~", "<", ">")):
-            return self._compared(texts, words[at + 2][1]), at + 3
+            return self._compared(texts, words[index + 2][1]), index + 3
         if texts and texts[0] == "!":
-            status, end = self._single(words, at + 1)
+            status, end = self._single(words, index + 1)
             return (None if status is None else not status), end
         if texts and texts[0] == "(":
-            status, end = self._any_of(words, at + 1)
+            status, end = self._any_of(words, index + 1)
             return status, end + 1
         if len(texts) >= 2 and re.fullmatch("-[a-zA-Z]", texts[0]):
-            return self._unary(texts[0], texts[1]), at + 2
+            return self._unary(texts[0], texts[1]), index + 2
         if not texts:
-            return False, at
+            return False, index
         self.blame = self._reason(texts[0]) or self.blame
-        return (texts[0] != "" if self._reason(texts[0]) is None else None), at + 1
+        return (texts[0] != "" if self._reason(texts[0]) is None else None), index + 1
 
     def _unary(self, name: str, text: str) -> bool | None:
         if name == "-v":
@@ -622,8 +622,8 @@ class ShellReader:
             self.blame = reason
             return None
         if name in _COMPARISONS:
-            numbers = [self._calculate(each) for each in (left, right)]
-            if any(self._reason(each) is not None for each in numbers):
+            numbers = [self._calculate(side) for side in (left, right)]
+            if any(self._reason(number) is not None for number in numbers):
                 return None
             return _COMPARISONS[name](int(numbers[0]), int(numbers[1]))
         if name in ("<", ">"):
@@ -647,10 +647,10 @@ class ShellReader:
             return True
         text = self._text(assignment.value, tilde=True)
         if assignment.index:
-            at = self._calculate(_subscript(assignment.index))
+            index = self._calculate(_subscript(assignment.index))
             items = old if isinstance(old, tuple) else ()
-            if at.isdigit() and int(at) <= len(items):
-                self.variables[assignment.name] = (*items[: int(at)], _Item(text, ""), *items[int(at) + 1 :])
+            if index.isdigit() and int(index) <= len(items):
+                self.variables[assignment.name] = (*items[: int(index)], _Item(text, ""), *items[int(index) + 1 :])
             else:
                 self.variables[assignment.name] = self._unknown(f"{assignment.name}[{assignment.index}]")
             return True
@@ -666,7 +666,7 @@ class ShellReader:
 
     def _assign(self, name: str, text: str) -> None:
         """Set a variable. A given one keeps its value if the script's is unknown."""
-        if name in self.given and self._reason(text) is not None:
+        if name in self.presets and self._reason(text) is not None:
             self.used.add(name)
             return
         self.unread.discard(name)
@@ -677,13 +677,13 @@ class ShellReader:
         if name in self.unread or name.isdigit():
             self.used.add(name)
         if name.isdigit():
-            at = int(name)
-            return self.script if at == 0 else self.arguments[at - 1] if at <= len(self.arguments) else None
+            index = int(name)
+            return self.script if index == 0 else self.arguments[index - 1] if index <= len(self.arguments) else None
         if name == "#":
             return str(len(self.arguments))
         if name in ("@", "*"):
-            self.used |= {each for each in self.given if each.isdigit()}
-            return tuple(_Item(each, "") for each in self.arguments)
+            self.used |= {name for name in self.presets if name.isdigit()}
+            return tuple(_Item(argument, "") for argument in self.arguments)
         if name == "BASH_SOURCE":
             return self.path
         return self.variables.get(name)
@@ -749,7 +749,7 @@ class ShellReader:
                 continue
             if isinstance(value, str):
                 words = value.words if isinstance(value, _Lines) else None
-                pieces = list(words) if words is not None else [_Item(each, where) for each in self._split(value)]
+                pieces = list(words) if words is not None else [_Item(text, where) for text in self._split(value)]
                 separators = self._separators()
                 starts = value[:1].isspace() and value[:1] in separators
                 ends = bool(value) and value[-1] in separators
@@ -760,7 +760,7 @@ class ShellReader:
                 pieces = (
                     list(value)
                     if part.quoted
-                    else [_Item(x, each.where) for each in value for x in self._split(each.text)]
+                    else [_Item(text, item.where) for item in value for text in self._split(item.text)]
                 )
                 starts = ends = False
             if starts and exists:
@@ -777,8 +777,8 @@ class ShellReader:
                 current, exists, source = "", False, where
         if exists:
             done.append(_Item(current, source))
-        for each in done:
-            self._limited(each.text)
+        for item in done:
+            self._limited(item.text)
         return done
 
     def _separators(self) -> str:
@@ -790,8 +790,8 @@ class ShellReader:
         separators = self._separators()
         if self._reason(separators) is not None:
             return [separators]
-        blanks = re.escape("".join(each for each in separators if each.isspace()))
-        others = re.escape("".join(each for each in separators if not each.isspace()))
+        blanks = re.escape("".join(char for char in separators if char.isspace()))
+        others = re.escape("".join(char for char in separators if not char.isspace()))
         blank = f"[{blanks}]" if blanks else "(?!)"
         text = re.sub(rf"\A{blank}+|{blank}+\Z", "", text)
         ends = rf"{blank}*[{others}]{blank}*|{blank}+" if others else rf"{blank}+"
@@ -803,7 +803,7 @@ class ShellReader:
         if isinstance(value, str):
             return value
         star = isinstance(part, Parameter) and "*" in (part.index, part.name)
-        return (self._separators()[:1] if star else " ").join(each.text for each in value)
+        return (self._separators()[:1] if star else " ").join(item.text for item in value)
 
     def _is_quoted_default(self, part: Part) -> bool:
         """True for `${name:-"…"}` of a variable without a value, which is not split."""
@@ -842,9 +842,11 @@ class ShellReader:
             length = len(value) if part.index in ("@", "*") else len(_text_of(value))
             return str(length) if known else self._unknown(part.source)
         if isinstance(value, tuple) and part.index not in ("@", "*") and part.name not in ("@", "*"):
-            at = self._calculate(_subscript(part.index) or "0")
-            inside = at.isdigit() and int(at) < len(value)
-            value = value[int(at)].text if inside else None if part.index in ("", "0") else self._unknown(part.source)
+            index = self._calculate(_subscript(part.index) or "0")
+            inside = index.isdigit() and int(index) < len(value)
+            value = (
+                value[int(index)].text if inside else None if part.index in ("", "0") else self._unknown(part.source)
+            )
         empty = value is None or value in ("", ())
         if part.argument is not None and part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
             absent = empty if part.operator[0] == ":" else value in (None, ())
@@ -855,7 +857,7 @@ class ShellReader:
                 return value
             if kind == "?":
                 return self._unknown(part.source, part.name)
-            if value is None and self.elsewhere and part.name not in self.given:
+            if value is None and self.elsewhere and part.name not in self.presets:
                 return self._mark(Unknown(f"the value of {part.source} is unknown: {self.elsewhere}", "", part.name))
             default = self._text(part.argument)
             if kind == "=":
@@ -879,7 +881,7 @@ class ShellReader:
         argument = part.argument
         if isinstance(value, tuple):
             bounds = self._text(argument).split(":") if argument is not None and part.operator == ":" else []
-            if bounds and all(each.strip().isdigit() for each in bounds):
+            if bounds and all(bound.strip().isdigit() for bound in bounds):
                 start = int(bounds[0]) - (1 if part.name in ("@", "*") and int(bounds[0]) else 0)
                 return value[start : start + int(bounds[1])] if len(bounds) > 1 else value[start:]
             return self._unknown(part.source)
@@ -951,8 +953,8 @@ class ShellReader:
 
     def _reason(self, text: str) -> Unknown | None:
         """Why a part of a text is unknown; None if all of it is known."""
-        found = _UNKNOWN.search(text)
-        return self.unknowns[int(found[1])] if found else None
+        match = _UNKNOWN.search(text)
+        return self.unknowns[int(match[1])] if match else None
 
     def _limited(self, text: str) -> str:
         if len(text) > MAX_TEXT:
@@ -973,7 +975,7 @@ def _text_of(value: _Value) -> str:
 
 
 def _texts(value: _Value | None) -> object:
-    return tuple(each.text for each in value) if isinstance(value, tuple) else value
+    return tuple(item.text for item in value) if isinstance(value, tuple) else value
 
 
 def _subscript(index: str) -> str:

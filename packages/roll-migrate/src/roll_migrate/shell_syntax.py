@@ -206,6 +206,7 @@ _RESERVED = re.compile(
 _FUNCTION = re.compile(r"([A-Za-z_][\w-]*)[ \t]*\([ \t]*\)")
 _REDIRECTION = re.compile(r"(?:\d+|&)?(?:<<<|<<-?|<>|>>|>\||<&|>&|<|>)")
 _PROCESS = re.compile(r"[<>]\(")
+_END = re.compile(r"[\n)]|;;")
 _SEPARATOR = re.compile(r";(?!;)|&(?!&)")
 _PARAMETER = re.compile(r"\w+|[@*#?$!-]")
 _OPERATOR = re.compile(r":?[-=+?]|##?|%%?|//?[#%]?|\^\^?|,,?|:|@")
@@ -220,8 +221,8 @@ def parse(text: str) -> Block:
         block = parser.block()
     except RecursionError:
         raise ShellSyntaxError("expected fewer nested commands", parser.line()) from None
-    if parser.at < len(parser.text):
-        raise parser.error(f"unexpected {parser.text[parser.at : parser.at + 10].split()[0]}")
+    if parser.position < len(parser.text):
+        raise parser.error(f"unexpected {parser.text[parser.position : parser.position + 10].split()[0]}")
     return block
 
 
@@ -232,48 +233,48 @@ def parse_line(text: str, line: int) -> Token:
 
 
 class _Parser:
-    """Reads a text from its beginning; `at` is the place of the next character."""
+    """Reads a text from its beginning; `position` is that of the next character."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = 0
+        self.position = 0
         self.depth = 0
-        self.starts = [0, *(found.end() for found in re.finditer("\n", text))]
+        self.starts = [0, *(match.end() for match in re.finditer("\n", text))]
         self.others: set[int] = set()
         """Places after two brackets that begin no arithmetic expression."""
         self.documents: list[Document] = []
         """Here-documents whose lines begin after the next newline."""
 
-    def line(self, at: int | None = None) -> int:
+    def line(self, position: int | None = None) -> int:
         """Number of the line at a place."""
-        return bisect_right(self.starts, self.at if at is None else at)
+        return bisect_right(self.starts, self.position if position is None else position)
 
     def error(self, message: str) -> ShellSyntaxError:
         return ShellSyntaxError(message, self.line())
 
     def starts_with(self, text: str) -> bool:
-        return self.text.startswith(text, self.at)
+        return self.text.startswith(text, self.position)
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        return pattern.match(self.text, self.at)
+        return pattern.match(self.text, self.position)
 
     def blank(self) -> None:
         """Skip blanks, and a comment after them."""
-        found = self.match(_BLANK)
-        self.at = found.end() if found else self.at
-        if self.starts_with("#") and (self.at == 0 or self.text[self.at - 1] in " \t\n;&|()"):
-            end = self.text.find("\n", self.at)
-            self.at = len(self.text) if end < 0 else end
+        match = self.match(_BLANK)
+        self.position = match.end() if match else self.position
+        if self.starts_with("#") and (self.position == 0 or self.text[self.position - 1] in " \t\n;&|()"):
+            end = self.text.find("\n", self.position)
+            self.position = len(self.text) if end < 0 else end
 
     def newline(self) -> None:
         """Skip a newline, and read the here-documents that begin after it."""
-        self.at += 1
+        self.position += 1
         for document in self.documents:
             document.line = self.line()
-            while self.at < len(self.text):
-                end = self.text.find("\n", self.at)
+            while self.position < len(self.text):
+                end = self.text.find("\n", self.position)
                 end = len(self.text) if end < 0 else end
-                line, self.at = self.text[self.at : end], min(end + 1, len(self.text))
+                line, self.position = self.text[self.position : end], min(end + 1, len(self.text))
                 line = line.lstrip("\t") if document.strips else line
                 if line == document.delimiter:
                     break
@@ -288,14 +289,14 @@ class _Parser:
             self.blank()
 
     def reserved(self) -> str:
-        found = self.match(_RESERVED)
-        return found[0] if found else ""
+        match = self.match(_RESERVED)
+        return match[0] if match else ""
 
     def expect(self, text: str) -> None:
         self.lines()
         if not self.starts_with(text) or (text[0].isalpha() and self.reserved() != text):
             raise self.error(f"expected {text}")
-        self.at += len(text)
+        self.position += len(text)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -307,16 +308,16 @@ class _Parser:
         chains: list[Chain] = []
         while True:
             self.lines()
-            if self.at >= len(self.text) or self.text[self.at] == ")" or self.starts_with(";;"):
+            if self.position >= len(self.text) or self.text[self.position] == ")" or self.starts_with(";;"):
                 break
             if self.reserved() in ends and ends:
                 break
             chains.append(self.chain())
             self.blank()
             if self.match(_SEPARATOR):
-                self.at += 1
-            elif self.at < len(self.text) and self.text[self.at] not in "\n)" and not self.starts_with(";;"):
-                raise self.error(f"unexpected {self.text[self.at]}")
+                self.position += 1
+            elif self.position < len(self.text) and not self.match(_END):
+                raise self.error(f"unexpected {self.text[self.position]}")
         self.depth -= 1
         return tuple(chains)
 
@@ -325,24 +326,24 @@ class _Parser:
         pipelines = [("", self.pipeline())]
         while True:
             self.blank()
-            operator = self.text[self.at : self.at + 2]
+            operator = self.text[self.position : self.position + 2]
             if operator not in ("&&", "||"):
                 return Chain(tuple(pipelines), line)
-            self.at += 2
+            self.position += 2
             self.lines()
             pipelines.append((operator, self.pipeline()))
 
     def pipeline(self) -> Pipeline:
         negated = self.reserved() == "!"
         if negated:
-            self.at += 1
+            self.position += 1
             self.blank()
         commands = [self.command()]
         while True:
             self.blank()
             if not self.starts_with("|") or self.starts_with("||"):
                 return Pipeline(tuple(commands), negated)
-            self.at += 2 if self.starts_with("|&") else 1
+            self.position += 2 if self.starts_with("|&") else 1
             self.lines()
             commands.append(self.command())
 
@@ -359,23 +360,23 @@ class _Parser:
         elif word == "for":
             node = self.for_(line)
         elif word in ("while", "until"):
-            self.at += len(word)
+            self.position += len(word)
             condition = self.block(ends=("do",))
             node = While(condition, self.loop(), word == "until", line)
         elif word == "function":
-            self.at += len(word)
+            self.position += len(word)
             self.blank()
             name = self.match(re.compile(r"[\w.:-]+"))
             if name is None:
                 raise self.error("expected the name of a function")
-            self.at = name.end()
+            self.position = name.end()
             self.blank()
             if brackets := self.match(re.compile(r"\([ \t]*\)")):
-                self.at = brackets.end()
+                self.position = brackets.end()
             self.lines()
             return Function(name[0], self.command())
         elif not word and (head := self.match(_FUNCTION)):
-            self.at = head.end()
+            self.position = head.end()
             self.lines()
             return Function(head[1], self.command())
         elif word and word != "[[":
@@ -387,27 +388,27 @@ class _Parser:
 
     def calculation(self, line: int) -> Calculation | None:
         """`((…))`; None if the brackets are two subshells."""
-        start = self.at
+        start = self.position
         expression = self.arithmetic(start + 2)
         return None if expression is None else Calculation(expression, line)
 
-    def arithmetic(self, at: int) -> Token | None:
+    def arithmetic(self, position: int) -> Token | None:
         """The expression of `((…))` that begins at a place; None if the brackets are not those of one."""
-        start, depth = self.at, self.depth
-        if at in self.others:
+        start, depth = self.position, self.depth
+        if position in self.others:
             return None
-        self.at = at
+        self.position = position
         try:
             expression = self.token(ends="))")
         except ShellSyntaxError:
-            self.at, self.depth = start, depth
-            self.others.add(at)  # once, since the brackets may be nested
+            self.position, self.depth = start, depth
+            self.others.add(position)  # once, since the brackets may be nested
             return None
-        self.at += 2
+        self.position += 2
         return expression
 
     def group(self, *, subshell: bool) -> Group:
-        self.at += 1
+        self.position += 1
         body = self.block() if subshell else self.block(ends=("}",))
         self.expect(")" if subshell else "}")
         return Group(body, subshell)
@@ -416,19 +417,19 @@ class _Parser:
         branches: list[tuple[Block | None, Block]] = []
         word = "if"
         while word in ("if", "elif"):
-            self.at += len(word)
+            self.position += len(word)
             condition = self.block(ends=("then",))
             self.expect("then")
             branches.append((condition, self.block(ends=("elif", "else", "fi"))))
             word = self.reserved()
         if word == "else":
-            self.at += len(word)
+            self.position += len(word)
             branches.append((None, self.block(ends=("fi",))))
         self.expect("fi")
         return If(tuple(branches), line)
 
     def case(self, line: int) -> Case:
-        self.at += len("case")
+        self.position += len("case")
         self.blank()
         word = self.token()
         self.expect("in")
@@ -436,10 +437,10 @@ class _Parser:
         while True:
             self.lines()
             if self.reserved() == "esac":
-                self.at += len("esac")
+                self.position += len("esac")
                 return Case(word, tuple(branches), line)
             if self.starts_with("("):
-                self.at += 1
+                self.position += 1
             patterns = []
             while True:
                 self.blank()
@@ -447,53 +448,53 @@ class _Parser:
                 self.blank()
                 if not self.starts_with("|"):
                     break
-                self.at += 1
+                self.position += 1
             self.expect(")")
             branches.append((tuple(patterns), self.block(ends=("esac",))))
-            if found := self.match(re.compile(r";;&?|;&")):
-                if found[0] != ";;":
-                    raise self.error(f"unexpected {found[0]}")
-                self.at += 2
+            if match := self.match(re.compile(r";;&?|;&")):
+                if match[0] != ";;":
+                    raise self.error(f"unexpected {match[0]}")
+                self.position += 2
 
     def counted(self, line: int) -> Group:
         """`for ((first; condition; step))`, as a loop with a condition."""
-        self.at += 2
-        found = self.match(re.compile(r"([^;\n]*);([^;\n]*);([^;\n]*?)\)\)"))
-        if found is None:
+        self.position += 2
+        match = self.match(re.compile(r"([^;\n]*);([^;\n]*);([^;\n]*?)\)\)"))
+        if match is None:
             raise self.error("expected ((first; condition; step))")
-        self.at = found.end()
+        self.position = match.end()
         first, condition, step = (
             (Chain((("", Pipeline((Calculation(parse_line(text.strip(), line), line),), negated=False)),), line),)
-            for text in (found[1], found[2].strip() or "1", found[3])
+            for text in (match[1], match[2].strip() or "1", match[3])
         )
         self.blank()
         if self.starts_with(";"):
-            self.at += 1
+            self.position += 1
         self.lines()
         loop = While(condition, (*self.loop(), *step), negated=False, line=line)
         return Group((*first, Chain((("", Pipeline((loop,), negated=False)),), line)), subshell=False)
 
     def for_(self, line: int) -> For | Group:
-        self.at += len("for")
+        self.position += len("for")
         self.blank()
         if self.starts_with("(("):
             return self.counted(line)
         name = self.match(_NAME)
         if name is None:
             raise self.error("expected a loop over words")
-        self.at = name.end()
+        self.position = name.end()
         self.lines()
         words: list[Token] | None = None
         if self.reserved() == "in":
-            self.at += len("in")
+            self.position += len("in")
             words = []
             self.blank()
-            while self.at < len(self.text) and self.text[self.at] not in ";\n":
+            while self.position < len(self.text) and self.text[self.position] not in ";\n":
                 words.append(self.token())
                 self.blank()
         self.blank()
         if self.starts_with(";"):
-            self.at += 1
+            self.position += 1
         self.lines()
         return For(name[0], None if words is None else tuple(words), self.loop(), line)
 
@@ -507,20 +508,20 @@ class _Parser:
     def redirections(self) -> None:
         """Skip redirections."""
         self.blank()
-        while (found := self.match(_REDIRECTION)) and not self.match(_PROCESS):
-            self.redirection(found)
+        while (match := self.match(_REDIRECTION)) and not self.match(_PROCESS):
+            self.redirection(match)
             self.blank()
 
-    def redirection(self, found: re.Match[str]) -> Document | None:
+    def redirection(self, match: re.Match[str]) -> Document | None:
         """Skip a redirection. Returns its here-document."""
-        self.at = found.end()
+        self.position = match.end()
         self.blank()
         target = self.token()
-        if "<<" not in found[0] or "<<<" in found[0]:
+        if "<<" not in match[0] or "<<<" in match[0]:
             return None
         texts = [part for part in target.parts if isinstance(part, Text)]
         delimiter, expands = "".join(part.text for part in texts), not any(part.quoted for part in texts)
-        self.documents.append(Document(delimiter, expands, found[0].endswith("-")))
+        self.documents.append(Document(delimiter, expands, match[0].endswith("-")))
         return self.documents[-1]
 
     def simple(self, line: int) -> Simple:
@@ -530,7 +531,7 @@ class _Parser:
         compares = self.reserved() == "[["
         while True:
             self.blank()
-            if self.at >= len(self.text):
+            if self.position >= len(self.text):
                 break
             if compares:
                 token = self.compared()
@@ -539,10 +540,10 @@ class _Parser:
                     self.redirections()
                     break
                 continue
-            if self.text[self.at] in "\n;&|()" and not self.starts_with("&>"):
+            if self.text[self.position] in "\n;&|()" and not self.starts_with("&>"):
                 break
-            if (found := self.match(_REDIRECTION)) and not self.match(_PROCESS):
-                document = self.redirection(found) or document
+            if (match := self.match(_REDIRECTION)) and not self.match(_PROCESS):
+                document = self.redirection(match) or document
                 continue
             first = words[0].plain if words and isinstance(words[0], Token) else None
             head = self.match(_ASSIGNMENT)
@@ -552,41 +553,41 @@ class _Parser:
                 words.append(self.token())
         if compares and not (words and isinstance(words[-1], Token) and words[-1].plain == "]]"):
             raise self.error("expected ]]")
-        if not words and not assignments and self.at < len(self.text) and self.text[self.at] in ";&|()":
-            raise self.error(f"unexpected {self.text[self.at]}")
+        if not words and not assignments and self.position < len(self.text) and self.text[self.position] in ";&|()":
+            raise self.error(f"unexpected {self.text[self.position]}")
         return Simple(tuple(assignments), tuple(words), document, line)
 
     def compared(self) -> Token:
         """A word of `[[ … ]]`, in which `&&`, `||`, `<`, `>` and brackets are words."""
         self.lines()
-        if found := self.match(re.compile(r"&&|\|\||[<>()]|\]\](?=[\s;&|)]|$)")):
-            column = self.at - self.starts[self.line() - 1] + 1
-            token = Token((Text(found[0], quoted=False),), self.line(), column)
-            self.at = found.end()
+        if match := self.match(re.compile(r"&&|\|\||[<>()]|\]\](?=[\s;&|)]|$)")):
+            column = self.position - self.starts[self.line() - 1] + 1
+            token = Token((Text(match[0], quoted=False),), self.line(), column)
+            self.position = match.end()
             return token
         return self.token(ends="[[")
 
     def assignment(self, head: re.Match[str]) -> Assignment:
-        self.at = head.end()
+        self.position = head.end()
         if not self.starts_with("("):
-            at_end = self.at >= len(self.text) or self.text[self.at] in " \t\n;&|()"
+            at_end = self.position >= len(self.text) or self.text[self.position] in " \t\n;&|()"
             value: Token | tuple[Token, ...] = self.empty() if at_end else self.token()
             return Assignment(head[1], head[2] or "", bool(head[3]), value)
-        self.at += 1
+        self.position += 1
         tokens: list[Token] = []
         while True:
             self.lines()
-            if self.at >= len(self.text):
+            if self.position >= len(self.text):
                 raise self.error(f"the list {head[1]} has no end")
             if self.starts_with(")"):
-                self.at += 1
+                self.position += 1
                 return Assignment(head[1], head[2] or "", bool(head[3]), tuple(tokens))
             tokens.append(self.token())
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def empty(self) -> Token:
-        return Token((), self.line(), self.at - self.starts[self.line() - 1] + 1)
+        return Token((), self.line(), self.position - self.starts[self.line() - 1] + 1)
 
     def token(self, *, ends: str = "", quoted: bool = False) -> Token:
         """A word.
@@ -598,17 +599,17 @@ class _Parser:
         if self.depth > MAX_DEPTH:
             raise self.error("expected fewer nested expansions")
         line = self.line()
-        column = self.at - self.starts[line - 1] + 1
+        column = self.position - self.starts[line - 1] + 1
         parts: list[Part] = []
         brackets = 0
         stops = {"": " \t\n;&|()<>", "[[": " \t\n"}.get(ends, "")
-        start = self.at
+        start = self.position
         while True:
-            if self.at >= len(self.text):
+            if self.position >= len(self.text):
                 if ends not in ("", "[[", "\0"):
                     raise ShellSyntaxError(f"expected {ends}", line)
                 break
-            char = self.text[self.at]
+            char = self.text[self.position]
             if ends == "))":
                 brackets += (char == "(") - (char == ")")
                 if char == ")" and brackets < 0:
@@ -619,14 +620,14 @@ class _Parser:
                 break
             if stops and char in stops:
                 if self.match(_PROCESS) and not ends:
-                    self.at += 2
+                    self.position += 2
                     body = self.block()
                     self.expect(")")
                     parts.append(Substitution(body, "<(…)", quoted=True))
                     continue
                 break
             self.part(char, parts, ends, quoted=quoted)
-        if self.at == start and not ends:
+        if self.position == start and not ends:
             raise self.error("expected a word")
         self.depth -= 1
         return Token(tuple(parts), line, column)
@@ -635,8 +636,8 @@ class _Parser:
         """Read one part of a word."""
         literal = quoted or ends == "))"
         if char == "\\":
-            after = self.text[self.at + 1 : self.at + 2]
-            self.at += 2
+            after = self.text[self.position + 1 : self.position + 2]
+            self.position += 2
             if after != "\n":
                 keeps = literal and after not in ('"', "\\", "$", "`", ends)
                 parts.append(Text(f"\\{after}" if keeps else after, quoted=True))
@@ -645,82 +646,82 @@ class _Parser:
         elif char == "`":
             parts.append(self.backticks(quoted=literal))
         elif char == '"' and ends != '"':
-            self.at += 1
+            self.position += 1
             inner = self.token(ends='"', quoted=True)
-            self.at += 1
+            self.position += 1
             parts.extend(inner.parts or (Text("", quoted=True),))
         elif char == "'" and not literal:
-            end = self.text.find("'", self.at + 1)
+            end = self.text.find("'", self.position + 1)
             if end < 0:
                 raise self.error("a quoted text has no end")
-            parts.append(Text(self.text[self.at + 1 : end], quoted=True))
-            self.at = end + 1
+            parts.append(Text(self.text[self.position + 1 : end], quoted=True))
+            self.position = end + 1
         elif self.starts_with("$'") and not literal:
             self.ansi(parts)
         elif self.starts_with('$"') and not literal:
-            self.at += 1
+            self.position += 1
         else:
             parts.append(Text(char, quoted=literal))
-            self.at += 1
+            self.position += 1
 
     def ansi(self, parts: list[Part]) -> None:
         """`$'…'`."""
-        found = self.match(re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL))
-        if found is None:
+        match = self.match(re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL))
+        if match is None:
             raise self.error("a quoted text has no end")
-        text = re.sub(r"\\(.)", lambda escape: _ESCAPED.get(escape[1], escape[1]), found[1], flags=re.DOTALL)
+        text = re.sub(r"\\(.)", lambda escape: _ESCAPED.get(escape[1], escape[1]), match[1], flags=re.DOTALL)
         parts.append(Text(text.replace("\0", ""), quoted=True))
-        self.at = found.end()
+        self.position = match.end()
 
     def expansion(self, *, quoted: bool) -> Parameter | Substitution | Arithmetic | None:
         """An expansion; None for a literal dollar sign."""
-        start = self.at
+        start = self.position
         if self.starts_with("$((") and (expression := self.arithmetic(start + 3)) is not None:
-            return Arithmetic(expression, self.text[start : self.at], quoted)
+            return Arithmetic(expression, self.text[start : self.position], quoted)
         if self.starts_with("$("):
-            self.at += 2
+            self.position += 2
             body = self.block()
             self.expect(")")
-            return Substitution(body, self.text[start : self.at], quoted)
+            return Substitution(body, self.text[start : self.position], quoted)
         if self.starts_with("${"):
             return self.braces(quoted=quoted)
-        found = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])").match(self.text, self.at)
-        if found is None:
+        match = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])").match(self.text, self.position)
+        if match is None:
             return None
-        self.at = found.end()
-        return Parameter(found[1], "", "", "", None, found[0], quoted)
+        self.position = match.end()
+        return Parameter(match[1], "", "", "", None, match[0], quoted)
 
     def braces(self, *, quoted: bool) -> Parameter:
         """`${…}`."""
-        start = self.at
-        self.at += 2
+        start = self.position
+        self.position += 2
         prefix = ""
-        if found := self.match(re.compile(r"[#!](?=[\w@*])")):
-            prefix, self.at = found[0], found.end()
+        if match := self.match(re.compile(r"[#!](?=[\w@*])")):
+            prefix, self.position = match[0], match.end()
         name = self.match(_PARAMETER)
         if name is None:
             raise self.error("expected the name of a variable")
-        self.at = name.end()
+        self.position = name.end()
         index = ""
-        if found := self.match(re.compile(r"\[([^\]\n]*)\]")):
-            index, self.at = found[1], found.end()
+        if match := self.match(re.compile(r"\[([^\]\n]*)\]")):
+            index, self.position = match[1], match.end()
         operator, argument = "", None
         if not self.starts_with("}"):
-            found = self.match(_OPERATOR)
-            if found is None:
+            match = self.match(_OPERATOR)
+            if match is None:
                 raise self.error("unknown expansion")
-            operator, self.at = found[0], found.end()
+            operator, self.position = match[0], match.end()
             argument = self.token(ends="}", quoted=quoted)
-        self.at += 1
-        return Parameter(name[0], index, prefix, operator, argument, self.text[start : self.at], quoted)
+        self.position += 1
+        return Parameter(name[0], index, prefix, operator, argument, self.text[start : self.position], quoted)
 
     def backticks(self, *, quoted: bool) -> Substitution:
-        end = self.text.find("`", self.at + 1)
+        end = self.text.find("`", self.position + 1)
         if end < 0:
             raise self.error("backticks have no end")
-        source = self.text[self.at : end + 1]
+        source = self.text[self.position : end + 1]
         inner = _Parser(re.sub(r"\\([`$\\])", r"\1", source[1:-1]))
         inner.depth = self.depth
         body = inner.block()
-        self.at = end + 1
+        self.position = end + 1
         return Substitution(body, source, quoted)

@@ -33,24 +33,24 @@ def refusals(schema: type[StrategyConfig], keys: Mapping[str, Any]) -> dict[KeyP
     for _ in range(MAX_ROUNDS):
         try:
             schema.model_validate(rest)
-        except ValidationError as error:
-            found = findings(error.errors(include_url=False), rest)
+        except ValidationError as failure:
+            errors = findings(failure.errors(include_url=False), rest)
         else:
             return refused
-        named = {_subject(each, rest): each for each in found}
+        named = {_subject(error, rest): error for error in errors}
         named.pop((), None)
         if not named:
             return refused
-        for path, each in named.items():
+        for path, error in named.items():
             if value_at(rest, path[:-1]) is not None and path[-1] in value_at(rest, path[:-1]):
-                refused[path] = _reason(each, path, schema)
+                refused[path] = _reason(error, path, schema)
                 del value_at(rest, path[:-1])[path[-1]]
     return refused
 
 
-def _subject(found: Finding, rest: Mapping[str, Any]) -> KeyPath:
+def _subject(error: Finding, rest: Mapping[str, Any]) -> KeyPath:
     """Path of the key at fault."""
-    return subject_of(found, rest) if found.kind == "value_error" else _of_mappings(found.path, rest)
+    return subject_of(error, rest) if error.kind == "value_error" else _of_mappings(error.path, rest)
 
 
 def _of_mappings(path: KeyPath, rest: Mapping[str, Any]) -> KeyPath:
@@ -63,8 +63,8 @@ def _of_mappings(path: KeyPath, rest: Mapping[str, Any]) -> KeyPath:
     return path
 
 
-def _reason(found: Finding, path: KeyPath, schema: type[StrategyConfig]) -> str:
-    if found.kind == "extra_forbidden":
+def _reason(error: Finding, path: KeyPath, schema: type[StrategyConfig]) -> str:
+    if error.kind == "extra_forbidden":
         hint = suggest_key(path, sorted(schema.model_fields), ())[0] if len(path) == 1 else ""
         return f"no such key{f'; {hint}' if hint.startswith('did you mean') else ''}"
-    return found.message
+    return error.message

@@ -14,20 +14,28 @@ import yaml
 from roll_core.config.compose import compose
 from roll_core.config.positions import FileLayer, Positions
 from roll_core.config.source import Loader, read_source
-from roll_core.config.unknown_keys import suggest_key
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import PipelineProvider, TrackerProvider
 from roll_migrate import verl_keys as verl
 from roll_migrate import verl_sft as sft
-from roll_migrate.conversion import Conversion, ImportedConfig, ImportedKey, has, keys, paths, put, with_environment
-from roll_migrate.rules import Outcome, value_at
+from roll_migrate.conversion import (
+    Conversion,
+    ImportedConfig,
+    did_you_mean,
+    has,
+    leaf_paths,
+    put,
+    table_paths,
+    with_environment,
+)
+from roll_migrate.rules import Outcome, dotted, lookup, value_at
 from roll_migrate.scripts import read_script
 from roll_migrate.shared_rules import refuse_images
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from roll_core.config.source import KeyPath
@@ -35,7 +43,7 @@ if TYPE_CHECKING:
     from roll_migrate.rules import Table
     from roll_migrate.scripts import Launch
 
-OWN = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
+OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
 """Entries of `defaults` whose values are verl's defaults."""
 
 
@@ -55,13 +63,13 @@ def import_verl(path: Path, registry: Registry, variables: Mapping[str, str] | N
         unneeded = ()
     models = ((verl.ROLE, "model", "path"), ("model", "path"), ("model", "partial_pretrain"))
     refuse_images({where(model): value_at(data, model) for model in models})
-    if trains == "rlvr":
-        return _VerlConversion(source=data, pipeline="rlvr", registry=registry, where=where).run(unneeded)
-    if trains == "sft":
-        return _VerlSftConversion(source=data, pipeline="sft", registry=registry, where=where).run(unneeded)
-    raise UnsupportedError(
-        f"{path} is no config of verl's PPO or SFT trainer: it has neither actor_rollout_ref nor optim"
-    )
+    if not trains:
+        raise UnsupportedError(
+            f"{path} is no config of verl's PPO or SFT trainer: it has neither actor_rollout_ref nor optim"
+        )
+    kind, table = (_VerlConversion, verl.VERL) if trains == "rlvr" else (_VerlSftConversion, sft.SFT)
+    conversion = kind(source=data, pipeline=trains, table=table, registry=registry, where=where)
+    return conversion.convert(unneeded)
 
 
 def _composed(path: Path, registry: Registry) -> tuple[dict[str, Any], Callable[[KeyPath], str], tuple[KeyPath, ...]]:
@@ -69,10 +77,10 @@ def _composed(path: Path, registry: Registry) -> tuple[dict[str, Any], Callable[
     source = read_source(path, str(path))
     positions = Positions(str(path), [FileLayer((), source)])
     unneeded = tuple(
-        path for name in ("defaults", "hydra") if name in source.data for path in keys(source.data[name], (name,))
+        path for name in ("defaults", "hydra") if name in source.data for path in leaf_paths(source.data[name], (name,))
     )
     listed = source.data.get("defaults", [])
-    if isinstance(listed, list) and all(each in OWN for each in listed):
+    if isinstance(listed, list) and all(name in OWN_CONFIGS for name in listed):
         written = {key: value for key, value in source.data.items() if key != "defaults"}
         composed = compose(_with_null(written), (), registry)
         data = with_environment(composed)
@@ -87,7 +95,7 @@ def _composed(path: Path, registry: Registry) -> tuple[dict[str, Any], Callable[
 def _with_null(value: Any) -> Any:
     """With null for values that verl leaves open (`???`): its composed config has them in sections without effect."""
     if isinstance(value, dict):
-        return {key: _with_null(each) for key, each in value.items()}
+        return {name: _with_null(inner) for name, inner in value.items()}
     return None if value == "???" else value
 
 
@@ -178,7 +186,7 @@ def _script(path: Path, variables: Mapping[str, str]) -> tuple[str, dict[str, An
             message = f"{word.value('', text)} is no override of Hydra"
             raise ConfigError([ConfigProblem(word.where, "", message, "expected key=value", "ROLL-C013")])
         before = text if text.startswith("-") and "=" not in text else ""
-    if trains == "sft" and (gpus := _gpus(launch.before)):
+    if trains == "sft" and (gpus := _gpus(launch)):
         data[sft.GPUS] = gpus
     return (
         trains,
@@ -194,13 +202,12 @@ def _starts_run(launch: Launch) -> bool:
         return True
     roots = (*verl.VERL, *sft.SFT)
     overrides = (_OVERRIDE.fullmatch(text) for text in launch.texts)
-    return any(found is not None and "." in found[1] and found[1].split(".")[0] in roots for found in overrides)
+    return any(match is not None and "." in match[1] and match[1].split(".")[0] in roots for match in overrides)
 
 
-def _gpus(words: tuple[str, ...]) -> int:
+def _gpus(launch: Launch) -> int:
     """GPUs that `torchrun` uses; 0 if it is not written."""
-    pairs = (f"{before}={text}" for before, text in zip(("", *words), words, strict=False))
-    sizes = {match[1][:5]: int(match[2]) for text in (*pairs, *words) if (match := _RANKS.fullmatch(text))}
+    sizes = {match[1][:5]: int(match[2]) for text in launch.options() if (match := _RANKS.fullmatch(text))}
     return sizes["nproc"] * sizes.get("nnode", 1) if "nproc" in sizes else 0
 
 
@@ -230,166 +237,125 @@ class _VerlConversion(Conversion):
 
     __slots__ = ()
 
-    @property
-    def table(self) -> Table:
-        """Rules for the keys of the trainer."""
-        return verl.VERL
-
-    def run(self, unneeded: tuple[KeyPath, ...]) -> ImportedConfig:
-        self.config["pipeline"] = "rlvr"
-        for path in unneeded:
-            note = "verl's own files are known, and Hydra's settings have no effect"
-            self.entries[path] = ImportedKey(self.where(path), ".".join(path), "not needed", note=note)
-        source = self.source
-        unused = {} if verl.has_critic(source) else {"critic": "only adv_estimator: gae has a critic"}
-        self._mapping(self.table, source, (), unused)
-        added = self._put_added(self._defaults())
-        for role in ("actor_train", "actor_infer", "reference", "critic"):
-            if isinstance(value_at(self.config, (role, "strategy_args", "strategy_name")), str):
-                self._strategy((role,))
-        kept = [each for each in added if has(self.config, tuple(each.to[0].split(".")))]
+    def convert(self, unneeded: tuple[KeyPath, ...]) -> ImportedConfig:
+        """Convert the config; `unneeded` are keys that composed it."""
+        self._skip(unneeded, "verl's own files are known, and Hydra's settings have no effect")
+        unused = {} if verl.has_critic(self.source) else {"critic": "only adv_estimator: gae has a critic"}
+        imported = self.run("rlvr", unused)
         # Without a line of its own: `model_engine`, which `defaults` or `--config-name` selects.
         file = self.where(())
-        entries = (each for each in self.entries.values() if each.where != file)
-        return ImportedConfig("rlvr", self.config, (*entries, *kept))
+        return ImportedConfig("rlvr", imported.config, tuple(key for key in imported.keys if key.where != file))
+
+    def _new_role(self, path: KeyPath) -> str:
+        return "critic" if path[0] == "critic" else "reference" if path[1:2] == ("ref",) else "actor_train"
+
+    def _roles(self) -> Iterable[KeyPath]:
+        return [(role,) for role in ("actor_train", "actor_infer", "reference", "critic")]
 
     def _unknown(self, table: Table, path: KeyPath, value: Any) -> None:
         if path[-1] == "_target_":
             self._record(path, value, Outcome("not needed", (), "verl's class"))
             return
-        hint = suggest_key(path, sorted(table), list(paths(self.table)))[0]
-        note = f"not a key of verl 0.9.1{f'; {hint}' if hint else ''}; left in the config, which `check` rejects"
+        hint = did_you_mean(path, table, table_paths(self.table))
+        note = f"not a key of verl 0.9.1{hint}; left in the config, which `check` rejects"
         # A key of the same name may exist here: below `verl` there is none.
         provider = self.registry.find(PipelineProvider, self.pipeline)
         schema = schema_of(provider, RunConfig, owner=self.registry.owner(provider))
         target = ("verl", *path) if path[0] in schema.model_fields else path
         self._record(path, value, Outcome("unknown", ((target, value),), note))
 
-    def _steps(self) -> list[tuple[KeyPath, object, str]]:
-        """`max_steps` without `total_epochs`."""
-        if verl.given(self.source, ("trainer", "total_training_steps"), None) is not None:
-            return []
-        found = verl.epochs_as_steps(self.source)
-        note = "verl's default is 30 epochs: set it to 30 × rows of the data / rollout_batch_size"
-        return [(("max_steps",), *(found or ("???", note)))]
+    def _trackers(self) -> list[str]:
+        return [name for name in verl.loggers(self.source) if name in self.registry.names(TrackerProvider)]
 
-    def _defaults(self) -> list[tuple[KeyPath, object, str]]:
+    def _defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
         """verl's default behaviour where roll-core's differs."""
         source = self.source
-        values: dict[str, object] = {
-            "rollout_batch_size": 1024,
-            "num_return_sequences_in_group": 1,
-            "prompt_length": 512,
-            "response_length": 512,
-            "adv_estimator": "gae",
-            "loss_agg_mode": "token-mean",
-            "shuffle": False,
-            "save_steps": 0,
-            "eval_steps": 0,
-            "resume_from_checkpoint": "auto",
-            "track_with": [each for each in verl.loggers(source) if each in self.registry.names(TrackerProvider)],
-        }
-        if verl.loss_mode(source) == "vanilla":
-            values["dual_clip"] = 3.0
-        if bounds := verl.BOUNDS.get(verl.loss_mode(source)):
+        yield from _in("", {**verl.DEFAULTS, "track_with": self._trackers()})
+        loss, estimator = verl.loss_mode(source), lookup(source, "algorithm.adv_estimator", "gae")
+        if loss == "vanilla":
+            yield from _in("", {"dual_clip": 3.0})
+        if bounds := verl.BOUNDS.get(loss):
             low, high = verl.clip_range(source)
-            values |= {f"pg_options.{bounds}_low": low, f"pg_options.{bounds}_high": high}
-            values |= {"pg_options.ratio_high": 3.0} if bounds == "delta" else {}
-        estimator = verl.given(source, ("algorithm", "adv_estimator"), "gae")
+            yield from _in("pg_options", {f"{bounds}_low": low, f"{bounds}_high": high})
+            yield from _in("pg_options", {"ratio_high": 3.0} if bounds == "delta" else {})
         if estimator == "gae":
-            values |= {"lambd": 1.0, "whiten_advantages": True}
-        if value_at(source, ("algorithm", "use_kl_in_reward")):
-            values["init_kl_coef"] = 0.001
-            if value_at(source, ("algorithm", "kl_ctrl", "type")) == "adaptive":
-                values["target_kl"] = 0.1
-        added: list[tuple[KeyPath, object, str]] = [
-            (tuple(path.split(".")), value, "verl's default") for path, value in values.items()
-        ]
-        added += self._trained("actor_train", verl.ACTOR, 1e-6, 16384)
+            yield from _in("", {"lambd": 1.0, "whiten_advantages": True})
+        if lookup(source, "algorithm.use_kl_in_reward"):
+            adapts = lookup(source, "algorithm.kl_ctrl.type") == "adaptive"
+            yield from _in("", {"init_kl_coef": 0.001, **({"target_kl": 0.1} if adapts else {})})
+        yield from self._trained("actor_train", verl.ACTOR, 1e-6, 16384)
         if verl.lora_rank(source):
             alpha = 32 if verl.backend(source) == "megatron" else 16
-            added += self._in("actor_train.model_args", {"lora_alpha": alpha, "lora_target": "all-linear"})
-        added += self._in("actor_train.data_args", {"messages": "prompt"})
-        added += self._generates()
+            yield from _in("actor_train.model_args", {"lora_alpha": alpha, "lora_target": "all-linear"})
+        yield from _in("actor_train.data_args", {"messages": "prompt"})
+        yield from self._generates()
         if verl.has_reference(source):
-            added += self._scored()
+            yield from self._scored()
         if verl.has_critic(source):
-            mode = verl.given(source, (*verl.ACTOR, "loss_agg_mode"), "token-mean")
-            added += [
-                ((name,), each, "verl's default") for name, each in (("value_clip", 0.5), ("value_loss_agg_mode", mode))
-            ]
-            added += self._trained("critic", ("critic",), 1e-5, 32768)
+            mode = lookup(source, f"{verl.ACTOR}.loss_agg_mode", "token-mean")
+            yield from _in("", {"value_clip": 0.5, "value_loss_agg_mode": mode})
+            yield from self._trained("critic", "critic", 1e-5, 32768)
         if "validation" in self.config:
-            added += self._in("validation.data_args", {"messages": "prompt"})
-            added += self._in("validation.generating_args", {"temperature": 0.0})
-        note = "verl selects its rule by data_source: choose the reward of your data, see docs/rewards.md"
+            yield from _in("validation.data_args", {"messages": "prompt"})
+            yield from _in("validation.generating_args", {"temperature": 0.0})
         if not has(self.config, ("rewards", verl.REWARD, "reward")):
-            added.append((("rewards", verl.REWARD, "reward"), "math_rule", note))
-            truth = "the column of verl's rows"
-            added.append((("rewards", verl.REWARD, "ground_truth"), "reward_model.ground_truth", truth))
-        return added + self._steps()
+            note = "verl selects its rule by data_source: choose the reward of your data, see docs/rewards.md"
+            yield from _in(f"rewards.{verl.REWARD}", {"reward": "math_rule"}, note)
+            truth = {"ground_truth": "reward_model.ground_truth"}
+            yield from _in(f"rewards.{verl.REWARD}", truth, "the column of verl's rows")
+        if lookup(source, "trainer.total_training_steps") is None:
+            note = "verl's default is 30 epochs: set it to 30 × rows of the data / rollout_batch_size"
+            yield (("max_steps",), *(verl.epochs_as_steps(source) or ("???", note)))
 
-    def _in(self, parent: str, values: Mapping[str, object], note: str = "verl's default") -> list[Any]:
-        return [((*parent.split("."), name), value, note) for name, value in values.items()]
-
-    def _placed(self, role: str, strategy: str) -> list[Any]:
+    def _placed(self, role: str, strategy: str) -> Iterator[tuple[KeyPath, object, str]]:
         slots = f"list(range(0,{verl.num_gpus(self.source)}))"
-        return [
-            ((role, "strategy_args", "strategy_name"), strategy, "the strategy of verl's engine"),
-            ((role, "device_mapping"), slots, "verl's pool of n_gpus_per_node × nnodes GPUs, which roles use in turn"),
-        ]
+        yield from _in(f"{role}.strategy_args", {"strategy_name": strategy}, "the strategy of verl's engine")
+        note = "verl's pool of n_gpus_per_node × nnodes GPUs, which roles use in turn"
+        yield from _in(role, {"device_mapping": slots}, note)
 
-    def _sequences(self, role: str, path: KeyPath) -> list[Any]:
-        if verl.backend(self.source, path) != "megatron" or not verl.splits_sequences(self.source, path):
-            return []
-        return self._in(f"{role}.{verl.STRATEGY}", {"sequence_parallel": True})
+    def _sequences(self, role: str, theirs: str) -> Iterator[tuple[KeyPath, object, str]]:
+        if verl.backend(self.source, theirs) == "megatron" and verl.splits_sequences(self.source, theirs):
+            yield from _in(f"{role}.{verl.STRATEGY}", {"sequence_parallel": True})
 
-    def _trained(self, role: str, path: KeyPath, rate: float, tokens: int) -> list[Any]:
+    def _trained(self, role: str, theirs: str, rate: float, tokens: int) -> Iterator[tuple[KeyPath, object, str]]:
         source = self.source
-        steps, how = verl.accumulation(source, path)
-        schedule = "constant_with_warmup" if verl.warms_up(source, (*path, "optim")) else "constant"
-        values = {"learning_rate": rate, "weight_decay": 0.01, "lr_scheduler_type": schedule}
-        added = self._in(f"{role}.training_args", values)
-        added += self._in(f"{role}.training_args", {"per_device_train_batch_size": verl.micro_batch(source, path)}, how)
-        added += self._in(f"{role}.training_args", {"gradient_accumulation_steps": steps}, how)
-        if verl.dynamic(source, path):
-            limit = tokens * verl.ulysses(source, path)
-            for name in ("train", "infer"):
-                values = {f"use_dynamic_batching_in_{name}": True, f"max_tokens_per_microbatch_in_{name}": limit}
-                given = value_at(self.config, (role, "max_tokens_per_microbatch_in_train"))
-                if name == "infer" and given is not None:
-                    values[f"max_tokens_per_microbatch_in_{name}"] = given
-                added += self._in(role, values)
-        added += self._sequences(role, path)
-        return added + self._placed(
-            role, "megatron_train" if verl.backend(source, path) == "megatron" else "fsdp2_train"
-        )
+        steps, how = verl.accumulation(source, theirs)
+        schedule = "constant_with_warmup" if verl.warms_up(source, f"{theirs}.optim") else "constant"
+        optimizer = {"learning_rate": rate, "weight_decay": 0.01, "lr_scheduler_type": schedule}
+        yield from _in(f"{role}.training_args", optimizer)
+        sizes = {"per_device_train_batch_size": verl.micro_batch(source, theirs), "gradient_accumulation_steps": steps}
+        yield from _in(f"{role}.training_args", sizes, how)
+        if verl.dynamic(source, theirs):
+            limit: Any = tokens * verl.ulysses(source, theirs)
+            yield from _in(role, {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": limit})
+            limit = lookup(self.config, f"{role}.max_tokens_per_microbatch_in_train", limit)
+            yield from _in(role, {"use_dynamic_batching_in_infer": True, "max_tokens_per_microbatch_in_infer": limit})
+        yield from self._sequences(role, theirs)
+        yield from self._placed(role, f"{'megatron' if verl.backend(source, theirs) == 'megatron' else 'fsdp2'}_train")
 
-    def _scored(self) -> list[Any]:
+    def _scored(self) -> Iterator[tuple[KeyPath, object, str]]:
         """The reference: its parallel sizes and micro-batches are by default the policy's."""
         source, note = self.source, "by default the policy's, as in verl"
         megatron = verl.backend(source, verl.REF) == "megatron"
-        added = self._placed("reference", "megatron_infer" if megatron else "fsdp2_infer")
-        policy = value_at(self.config, ("actor_train", "strategy_args", "strategy_config")) or {}
+        yield from self._placed("reference", "megatron_infer" if megatron else "fsdp2_infer")
+        policy = lookup(self.config, f"actor_train.{verl.STRATEGY}", {})
         names = verl.PARALLEL.split() if megatron else ["ulysses_size", "ep_size"]
-        added += self._in(f"reference.{verl.STRATEGY}", {name: policy[name] for name in names if name in policy}, note)
-        added += self._sequences("reference", verl.REF)
-        names = ["use_dynamic_batching_in_infer", "max_tokens_per_microbatch_in_infer"]
+        sizes = {name: policy[name] for name in names if name in policy}
+        yield from _in(f"reference.{verl.STRATEGY}", sizes, note)
+        yield from self._sequences("reference", verl.REF)
         if verl.dynamic(source, verl.ACTOR):
-            limit = value_at(self.config, ("actor_train", "max_tokens_per_microbatch_in_train")) or 16384
-            added += self._in("reference", dict(zip(names, (True, limit), strict=True)), note)
-        return added
+            limit = lookup(self.config, "actor_train.max_tokens_per_microbatch_in_train") or 16384
+            tokens = {"use_dynamic_batching_in_infer": True, "max_tokens_per_microbatch_in_infer": limit}
+            yield from _in("reference", tokens, note)
 
-    def _generates(self) -> list[Any]:
-        name = str(value_at(self.source, (*verl.ROLLOUT, "name")))
-        memory, size = {"sglang": ("mem_fraction_static", "tp_size")}.get(
-            name, ("gpu_memory_utilization", "tensor_parallel_size")
-        )
-        added = self._placed("actor_infer", "vllm")
-        if name in ("vllm", "sglang", "None"):
-            copies = verl.expert_parallel_copies(self.source) if name == "sglang" else 1
-            added += self._in(f"actor_infer.{verl.STRATEGY}", {size: 2 * copies, memory: 0.5})
-        return added
+    def _generates(self) -> Iterator[tuple[KeyPath, object, str]]:
+        name = str(value_at(self.source, (*dotted(verl.ROLLOUT), "name")))
+        yield from self._placed("actor_infer", "vllm")
+        if name == "sglang":
+            size = 2 * verl.expert_parallel_copies(self.source)
+            yield from _in(verl.ENGINE, {"tp_size": size, "mem_fraction_static": 0.5})
+        elif name in ("vllm", "None"):
+            yield from _in(verl.ENGINE, {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5})
 
 
 class _VerlSftConversion(_VerlConversion):
@@ -397,28 +363,31 @@ class _VerlSftConversion(_VerlConversion):
 
     __slots__ = ()
 
-    @property
-    def table(self) -> Table:
-        """Rules for the keys of the trainer."""
-        return sft.SFT
+    def convert(self, unneeded: tuple[KeyPath, ...]) -> ImportedConfig:
+        """Convert the config; `unneeded` are keys that composed it."""
+        self._skip(unneeded, "it has no effect")
+        return self.run("sft")
 
-    def run(self, unneeded: tuple[KeyPath, ...]) -> ImportedConfig:
-        self.config["pipeline"] = "sft"
-        for path in unneeded:
-            self.entries[path] = ImportedKey(self.where(path), ".".join(path), "not needed", note="it has no effect")
-        self._mapping(self.table, {name: value for name, value in self.source.items() if name != sft.GPUS}, (), {})
+    def _new_role(self, path: KeyPath) -> str:
+        return sft.ROLE
+
+    def _keys(self) -> dict[str, Any]:
+        return {name: value for name, value in self.source.items() if name != sft.GPUS}
+
+    def _roles(self) -> Iterable[KeyPath]:
+        return [(sft.ROLE,)]
+
+    def _defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
+        """verl's default behaviour where roll-core's differs."""
         _, how = sft.accumulation(self.source)
         notes = {"gradient_accumulation_steps": how, "per_device_train_batch_size": how}
-        added = self._put_added(
-            (tuple(path.split(".")), value, notes.get(path.rpartition(".")[2], "verl's default"))
-            for path, value in self._values()
-        )
-        self._strategy((sft.ROLE,))
-        kept = [each for each in added if has(self.config, tuple(each.to[0].split(".")))]
-        return ImportedConfig("sft", self.config, (*self.entries.values(), *kept))
+        for key, value in {"track_with": self._trackers(), **sft.defaults(self.source)}.items():
+            yield (dotted(key), value, notes.get(key.rpartition(".")[2], "verl's default"))
 
-    def _values(self) -> Iterator[tuple[str, object]]:
-        """verl's default behaviour where roll-core's differs, by dotted key."""
-        names = verl.loggers(self.source)
-        yield "track_with", [each for each in names if each in self.registry.names(TrackerProvider)]
-        yield from sft.defaults(self.source).items()
+
+def _in(
+    parent: str, values: Mapping[str, object], note: str = "verl's default"
+) -> Iterator[tuple[KeyPath, object, str]]:
+    """Yield values below the dotted key `parent`, with a note."""
+    for name, value in values.items():
+        yield (dotted(f"{parent}.{name}" if parent else name), value, note)
