@@ -197,10 +197,10 @@ def killed(config: Path, folder: Path, delay_s: float) -> Path:
 
 def check(checkpoints: Path, config: Path, reference: dict[int, dict[str, str]]) -> int:
     """Everything that must hold after a kill. Returns the step from which the run can go on."""
-    from roll_core.runtime.records.checkpoints import CheckpointStore
+    from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
     from roll_core.runtime.records.manifest import verify
 
-    store = CheckpointStore(checkpoints)
+    store = CheckpointDirectory(checkpoints)
     for each in store.list():
         if problems := verify(each.path):
             raise SystemExit(f"{each.path} can be seen and is damaged: {problems}")

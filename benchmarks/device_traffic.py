@@ -220,8 +220,8 @@ def decode() -> dict[str, Traffic]:
 def publish() -> dict[str, Traffic]:
     """A publish from `hf_train` to `hf_infer` with its proof: both ends, in one process."""
     from roll_core.plugins.registry import load_registry
-    from roll_core.runtime.weights.broadcaster import verify
     from roll_core.runtime.weights.plan import SyncPlan
+    from roll_core.runtime.weights.publisher import verify
     from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
     from roll_core.spec.providers import WeightTransportProvider
 

@@ -31,8 +31,8 @@ from roll_core.builtin import plugin as core
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.runtime.cluster.executors.base import GroupSpec, Place, WorkerCall
 from roll_core.runtime.cluster.executors.local import LocalExecutor
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.publisher import WeightPublisher
 from roll_core.runtime.workers.train import BatchLimits
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.transport import Route
@@ -109,7 +109,7 @@ async def measure(arrangement: Arrangement, rounds: int, limits: Limits, directo
         found = []
         for transport in arrangement.transports:
             route = Route(options={"directory": directory})
-            publisher = WeightBroadcaster(train, infer, SyncPlan(transport=TRANSPORTS[transport], route=route))
+            publisher = WeightPublisher(train, infer, SyncPlan(transport=TRANSPORTS[transport], route=route))
             of_transport = await measure_one(arrangement, publisher, rounds, limits)
             found.append(
                 {
@@ -125,7 +125,7 @@ async def measure(arrangement: Arrangement, rounds: int, limits: Limits, directo
 
 
 async def measure_shared(
-    arrangement: Arrangement, publisher: WeightBroadcaster, rounds: int, limits: Limits
+    arrangement: Arrangement, publisher: WeightPublisher, rounds: int, limits: Limits
 ) -> dict[str, Any]:
     """Nothing is copied; the proof is known by itself."""
     train, infer = publisher._train, publisher._infer
@@ -151,7 +151,7 @@ async def measure_shared(
 
 
 async def measure_copying(
-    arrangement: Arrangement, publisher: WeightBroadcaster, rounds: int, limits: Limits
+    arrangement: Arrangement, publisher: WeightPublisher, rounds: int, limits: Limits
 ) -> dict[str, Any]:
     """Publishes of the three kinds in turn. A version that is published again is no claim that something changed:
     without digests nothing seems to."""

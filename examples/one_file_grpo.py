@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roll_core.algorithms.advantages import grpo
 from roll_core.algorithms.losses import policy_objective
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.pipelines.experience import Experience
 from roll_core.spec.config import TokenizerConfig
@@ -57,7 +57,7 @@ async def train(steps: int = STEPS, seed: int = 0) -> list[float]:
         experience = Experience.of_completions(requests, completions, reward)
         experience = experience.with_flat(advantages=grpo(experience.advantage_input()).advantages_T)
         batch = experience.sequences
-        trainer.forward_backward(pack(batch, max_sequences=32, totals=totals(batch, LENGTH)), policy_objective())
+        trainer.forward_backward(pack(batch, max_sequences=32, totals=count_totals(batch, LENGTH)), policy_objective())
         trainer.optimizer_step()
         rewards.append(float(experience.scores_S.mean()))
         print(f"step {step + 1:3d}  mean reward {rewards[-1]:.3f}")

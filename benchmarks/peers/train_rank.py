@@ -81,7 +81,7 @@ class Strategy:
         from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
         from roll_core.algorithms.losses import sft_objective
-        from roll_core.data.pack import pack, totals
+        from roll_core.data.pack import count_totals, pack
         from roll_core.plugins.registry import load_registry
         from roll_core.plugins.targets import load_target
         from roll_core.spec.model import MeshInfo, ModelSpec
@@ -106,7 +106,7 @@ class Strategy:
         num, length = work.tokens.shape
         mask = torch.arange(length).numpy() > 0
         mine = [TrainSequence(id=str(i), tokens=each.numpy(), loss_mask=mask) for i, each in enumerate(work.tokens)]
-        everything = totals(mine * work.num_ranks, max_length=length)
+        everything = count_totals(mine * work.num_ranks, max_length=length)
         self.micros, self.loss = pack(mine, totals=everything, max_sequences=num), sft_objective()
 
     def step(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from roll_core.algorithms.losses import policy_objective
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.spec.algorithms import AdvantageInput, PolicyLossParams
 from roll_core.spec.train import MicroBatch, TokenOutputs
 from roll_core.types import TrainSequence
@@ -112,7 +112,7 @@ class Ragged:
     @property
     def micro(self) -> MicroBatch:
         """All rows as one microbatch."""
-        (micro,) = pack(self.sequences, totals=totals(self.sequences, max_length=self.mask.shape[1]))
+        (micro,) = pack(self.sequences, totals=count_totals(self.sequences, max_length=self.mask.shape[1]))
         return micro
 
     @property

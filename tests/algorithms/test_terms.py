@@ -25,7 +25,7 @@ from roll_core.algorithms.losses import (
     sft_objective,
 )
 from roll_core.builtin.plugin import roll_policy_losses
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.algorithms import PolicyLossParams
 from roll_core.spec.train import Comparison, LossOutput, TokenOutputs, WantedOutputs
@@ -87,7 +87,7 @@ def computed(objective, sequences, *, seed=0, max_sequences=None, max_length=9):
     torch.manual_seed(seed)
     model = TinyModel()
     total, metrics = 0.0, {}
-    denominators = totals(sequences, max_length=max_length)
+    denominators = count_totals(sequences, max_length=max_length)
     for micro in pack(sequences, totals=denominators, max_sequences=max_sequences):
         out = objective(model.outputs(micro), micro)
         out.loss.backward()

@@ -8,10 +8,10 @@ import pytest
 
 from roll_core.cli import main as cli
 from roll_core.errors import NoCheckpointError, RunDirectoryError
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.run.checkpoint_store import RemoteFolder
-from roll_core.runtime.run.checkpointing import SavedRole, SavedRun
+from roll_core.runtime.run.run_saver import SavedRole, SavedRun
 from roll_testing.errors import mentions
 
 SAVED = SavedRun(
@@ -35,7 +35,7 @@ def run(tmp_path):
 
 
 def save(run, step):
-    with CheckpointStore(run.checkpoints).writing(step, asdict(SAVED)) as path:
+    with CheckpointDirectory(run.checkpoints).writing(step, asdict(SAVED)) as path:
         (path / "actor_train").mkdir()
         (path / "actor_train" / "weights").write_bytes(bytes(3000))
 
@@ -150,7 +150,7 @@ def test_a_renamed_checkpoint_is_found_out(run, capsys):
 
 def test_copies_in_a_store_are_listed_and_verified(run, tmp_path, capsys):
     url = f"file://{tmp_path}/store/x/001-0a0b0c0d"
-    for checkpoint in CheckpointStore(run.checkpoints).list():
+    for checkpoint in CheckpointDirectory(run.checkpoints).list():
         RemoteFolder(url, {}).put_checkpoint(checkpoint.path, threading.Event())
     code, rows = listed(capsys, "list", f"file://{tmp_path}/store/x")
     assert code == 0
@@ -175,10 +175,10 @@ def test_the_best_copy_of_each_run_in_a_store_is_marked(run, tmp_path, capsys):
     url = f"file://{tmp_path}/store/x"
     gone = tmp_path / "gone" / "step-2"
     best = {"metric": "val/score/mean", "mode": "max", "value": 0.75, "step": 2, "path": str(gone)}
-    with CheckpointStore(run.checkpoints).writing(6, asdict(replace(SAVED, best=best))) as path:
+    with CheckpointDirectory(run.checkpoints).writing(6, asdict(replace(SAVED, best=best))) as path:
         (path / "actor_train").mkdir()
     for copy in ("001-0a", "002-0b"):
-        for checkpoint in CheckpointStore(run.checkpoints).list()[: 3 if copy == "001-0a" else 2]:
+        for checkpoint in CheckpointDirectory(run.checkpoints).list()[: 3 if copy == "001-0a" else 2]:
             RemoteFolder(f"{url}/{copy}", {}).put_checkpoint(checkpoint.path, threading.Event())
     code, rows = listed(capsys, "list", url)
     assert code == 0
@@ -199,7 +199,7 @@ def test_storage_options_reach_the_file_system_of_a_store(run, tmp_path, monkeyp
 
     monkeypatch.setattr("roll_core.runtime.run.checkpoint_store.RemoteFolder", Recorded)
     url = f"file://{tmp_path}/store/x/001-0a"
-    for checkpoint in CheckpointStore(run.checkpoints).list():
+    for checkpoint in CheckpointDirectory(run.checkpoints).list():
         RemoteFolder(url, {}).put_checkpoint(checkpoint.path, threading.Event())
     words = ["--storage-option", "anon=true", "--storage-option", "client_kwargs={endpoint_url: 'http://h:1'}"]
     for action in ("list", "verify"):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from roll_core.cli.main import main
 from roll_core.errors import CheckpointError, RunDirectoryError
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.run.roles import PORTABLE
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec
@@ -55,7 +55,7 @@ def saved(folder, roles, **changed):
     """A checkpoint of these strategies by role, and where it is."""
     state = {"strategy": "hf_train", "world_size": 1, "weight_version": 1, "portable": True}
     run = {"pipeline": "rlvr", "pipeline_state": {}, "roles": dict.fromkeys(roles, state)}
-    store = CheckpointStore(folder / "checkpoints")
+    store = CheckpointDirectory(folder / "checkpoints")
     with store.writing(1, run) as path:
         for role, strategy in roles.items():
             (path / role / PORTABLE).mkdir(parents=True)
@@ -261,7 +261,7 @@ def test_a_flipped_byte_is_found_before_anything_is_written(stored, tmp_path, ca
 
 def test_without_a_portable_state_it_says_what_to_set(tmp_path, capsys):
     role = {"strategy": "hf_train", "world_size": 1, "weight_version": 1}
-    store = CheckpointStore(tmp_path / "checkpoints")
+    store = CheckpointDirectory(tmp_path / "checkpoints")
     with store.writing(1, {"pipeline": "sft", "pipeline_state": {}, "roles": {"sft_train": role}}):
         pass
     assert main(["checkpoint", "convert", str(store.directory / "step-1"), str(tmp_path / "out")]) == 2
@@ -271,7 +271,7 @@ def test_without_a_portable_state_it_says_what_to_set(tmp_path, capsys):
 def saved_by_itself(folder, strategy, **changed):
     """A checkpoint as a run writes it by default: in the strategy's own format."""
     role = {"strategy": "hf_train", "world_size": 1, "weight_version": 1, "model": asdict(strategy.spec)} | changed
-    store = CheckpointStore(folder / "checkpoints")
+    store = CheckpointDirectory(folder / "checkpoints")
     with store.writing(1, {"pipeline": "sft", "pipeline_state": {}, "roles": {"sft_train": role}}) as path:
         (path / "sft_train" / "rank-0").mkdir(parents=True)
         strategy.save(path / "sft_train" / "rank-0")

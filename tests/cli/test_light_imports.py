@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.run.checkpointing import SavedRun
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
+from roll_core.runtime.run.run_saver import SavedRun
 from roll_testing.kit import HF_PACKAGES
 
 HEAVY = ("torch", "ray", "transformers", "datasets")
@@ -93,7 +93,7 @@ def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, bud
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "response": "2", "ground_truth": "2", "tag": "math"}\n')
     (tmp_path / "mine.py").write_text("import torch\ndef score(prompt, response): return 1.0\n")
     (tmp_path / "common.yaml").write_text("seed: 7\n")
-    with CheckpointStore(tmp_path / "run" / "checkpoints").writing(
+    with CheckpointDirectory(tmp_path / "run" / "checkpoints").writing(
         1, asdict(SavedRun(pipeline="sft", pipeline_state={}, roles={}))
     ):
         (tmp_path / "run" / "run.json").write_text("{}")

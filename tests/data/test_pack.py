@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.pack import balance, pack, pack_evenly, rollouts, totals, units
+from roll_core.data.pack import balance, count_totals, pack, pack_evenly, rollouts, units
 from roll_core.errors import DataError
 from roll_core.pipelines.prompt_order import RowOrder
 from roll_core.types import Totals, TrainSequence
@@ -47,7 +47,7 @@ def test_a_microbatch_by_hand():
 
 def test_no_sequences_make_no_microbatches():
     assert pack([]) == []
-    assert totals([], max_length=7) == Totals(tokens=0, sequences=0, rollouts=0, groups=0, max_length=7)
+    assert count_totals([], max_length=7) == Totals(tokens=0, sequences=0, rollouts=0, groups=0, max_length=7)
     assert balance([], 3) == [[], [], []]
 
 
@@ -72,7 +72,7 @@ def test_rollouts_units_and_streams_by_hand():
         sequence("3", 2, masked=0, rollout=4, unit=0),
         sequence("4", 4, masked=3, rollout=7, unit=0, streams={"aux": np.array([0, 2, 2, 0], np.float32)}),
     ]
-    denominators = totals(rows)
+    denominators = count_totals(rows)
     assert (denominators.sequences, denominators.rollouts, denominators.tokens) == (3, 2, 6)
     assert denominators.rollout_tokens == {7: 5, 4: 0}
     assert denominators.streams == {"nll": 1.5, "aux": 4.0}
@@ -152,7 +152,7 @@ def test_packing_keeps_every_token_in_order_within_the_limits(lengths, max_token
         assert micro.num_sequences > 0
         assert max_sequences is None or micro.num_sequences <= max_sequences
         assert max_tokens is None or micro.num_tokens <= max_tokens or micro.num_sequences == 1
-        assert micro.totals == totals(rows)
+        assert micro.totals == count_totals(rows)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_microbatches_are_even_and_keep_to_the_budget(lengths, max_tokens, multi
     assert len(micros) % multiple == 0 or len(micros) == len(rows)
     for micro in micros:
         assert micro.num_tokens <= max_tokens or micro.num_sequences == 1
-        assert micro.totals == totals(rows)
+        assert micro.totals == count_totals(rows)
         # What a microbatch has more than another is at most the shortest of its sequences.
         assert micro.num_tokens - min(micro.lengths) <= min(each.num_tokens for each in micros)
 

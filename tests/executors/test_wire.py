@@ -172,7 +172,7 @@ def test_a_failure_brings_our_own_error_with_its_trace() -> None:
     failure = caught.value.failure
     assert isinstance(failure.error, GuardTrippedError)
     assert (failure.error.args, failure.error.trace) == (error.args, "there")
-    assert (failure.summary, failure.trace, failure.at) == ("s", "t", 1.5)
+    assert (failure.summary, failure.trace, failure.failed_at) == ("s", "t", 1.5)
 
 
 def test_an_error_of_a_library_arrives_as_its_words() -> None:

@@ -38,8 +38,8 @@ PUBLIC = {
     ),
     "roll_kernels": ("extensions",),
     "roll_modeling": (
-        *("checkpoints", "export", "logprobs", "lora", "memory", "model", "offload", "optimizer"),
-        *("portable_state", "process_group", "strategy", "task_model"),
+        *("export", "logprobs", "lora", "memory", "model", "offload", "optimizer"),
+        *("portable_state", "process_group", "state_files", "strategy", "task_model"),
     ),
     "roll_weight_transports": ("bucket_plan", "digests"),
 }

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.errors import CheckpointError, WorkerTimeoutError
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.manifest import read_manifest, verify
-from roll_core.runtime.run.checkpointing import SavedRun
+from roll_core.runtime.run.run_saver import SavedRun
 from roll_testing.errors import mentions, raises_error
-from roll_tools.checkpoints import list_checkpoints
+from roll_tools.checkpoint_listing import list_checkpoints
 
 
-def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path:
+def save(store: CheckpointDirectory, step: int, content: bytes = b"weights") -> Path:
     with store.writing(step, {"order": step}) as path:
         (path / "actor").mkdir()
         (path / "actor" / "model.safetensors").write_bytes(content)
@@ -29,12 +29,12 @@ def save(store: CheckpointStore, step: int, content: bytes = b"weights") -> Path
     return store.directory / f"step-{step}"
 
 
-def visible(store: CheckpointStore) -> list[str]:
+def visible(store: CheckpointDirectory) -> list[str]:
     return sorted(p.name for p in store.directory.iterdir())
 
 
 def test_a_checkpoint_holds_what_was_written_its_state_and_a_manifest(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     path = save(store, 7, b"hello")
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["step"] == 7
@@ -49,7 +49,7 @@ def test_a_checkpoint_holds_what_was_written_its_state_and_a_manifest(tmp_path: 
 
 
 def test_nothing_is_visible_before_the_block_ends(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     with store.writing(1, {}):
         assert store.list() == []
         assert store.latest_good() is None
@@ -57,7 +57,7 @@ def test_nothing_is_visible_before_the_block_ends(tmp_path: Path) -> None:
 
 
 def test_a_block_that_raises_leaves_nothing_and_its_error_as_it_was(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     save(store, 1)
     silent = WorkerTimeoutError("actor_train", "save", 5.0, [1])  # a TimeoutError is an OSError for Python
 
@@ -74,12 +74,12 @@ def test_a_killed_writer_leaves_no_checkpoint_and_its_rest_is_swept(tmp_path: Pa
     code = """
 import os, signal, sys
 from pathlib import Path
-from roll_core.runtime.records.checkpoints import CheckpointStore
-with CheckpointStore(Path(sys.argv[1])).writing(5, {}) as path:
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
+with CheckpointDirectory(Path(sys.argv[1])).writing(5, {}) as path:
     (path / "half").write_bytes(b"x" * 1000)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     save(store, 4)
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert len(visible(store)) == 2
@@ -91,7 +91,7 @@ with CheckpointStore(Path(sys.argv[1])).writing(5, {}) as path:
 
 
 def test_what_a_living_process_or_another_host_writes_is_left_alone(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     living = tmp_path / f".step-3.tmp-{socket.gethostname()}-{os.getppid()}-0a0b0c0d"
     foreign = tmp_path / ".step-3.tmp-another-host-1-0a0b0c0d"
     forgotten = tmp_path / ".step-2.old-another-host-1-0a0b0c0d"
@@ -105,18 +105,18 @@ def test_what_a_living_process_or_another_host_writes_is_left_alone(tmp_path: Pa
 
 
 def test_what_an_earlier_process_with_the_same_id_left_is_swept(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     earlier = tmp_path / f".step-3.tmp-{socket.gethostname()}-{os.getpid()}-0a0b0c0d"
     earlier.mkdir()
     with store.writing(4, {}) as path:
         assert not earlier.exists()
-        CheckpointStore(tmp_path / ".." / tmp_path.name).sweep()
+        CheckpointDirectory(tmp_path / ".." / tmp_path.name).sweep()
         assert path.is_dir()
     assert visible(store) == ["step-4"]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointDirectory(tmp_path, keep=2)
     for step in (2, 9, 10, 100):
         save(store, step)
     assert visible(store) == ["step-10", "step-100"]
@@ -125,7 +125,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_that_cannot_be_removed_stays_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, rename = CheckpointStore(tmp_path, keep=1), os.rename
+    store, rename = CheckpointDirectory(tmp_path, keep=1), os.rename
     save(store, 1)
 
     def busy(source: Path, target: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_cannot_be_removed_stays_until_it_can(
 
 
 def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     save(store, 3, b"old")
     path = save(store, 3, b"new")
     assert (path / "actor" / "model.safetensors").read_bytes() == b"new"
@@ -154,7 +154,7 @@ def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     save(store, 1)
     file = save(store, 2, b"\x00" * 4096) / "actor" / "model.safetensors"
     damaged = bytearray(file.read_bytes())
@@ -169,7 +169,7 @@ def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_change_of_any_byte_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    path = save(CheckpointStore(tmp_path_factory.mktemp("c")), 1, b"some weights")
+    path = save(CheckpointDirectory(tmp_path_factory.mktemp("c")), 1, b"some weights")
     files = sorted(p for p in path.rglob("*") if p.is_file() and p.stat().st_size and p.name != "manifest.json")
     file = data.draw(st.sampled_from(files))
     content = bytearray(file.read_bytes())
@@ -185,7 +185,7 @@ def test_any_change_of_any_byte_is_found(tmp_path_factory: pytest.TempPathFactor
 def test_any_change_of_the_manifest_is_found_or_changes_nothing_that_it_says(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    path = save(CheckpointStore(tmp_path_factory.mktemp("c")), 1, b"some weights")
+    path = save(CheckpointDirectory(tmp_path_factory.mktemp("c")), 1, b"some weights")
     before = read_manifest(path)
     file = path / "manifest.json"
     content = bytearray(file.read_bytes())
@@ -195,7 +195,7 @@ def test_any_change_of_the_manifest_is_found_or_changes_nothing_that_it_says(
 
 
 def test_without_digests_only_sizes_are_looked_at(tmp_path: Path) -> None:
-    path = save(CheckpointStore(tmp_path), 1, b"weights")
+    path = save(CheckpointDirectory(tmp_path), 1, b"weights")
     (path / "actor" / "model.safetensors").write_bytes(b"WEIGHTS")
     assert verify(path, digests=False) == []
     assert len(verify(path)) == 1
@@ -208,7 +208,7 @@ def test_without_digests_only_sizes_are_looked_at(tmp_path: Path) -> None:
     ["", "{", "[]", '{"step": 1}', '{"format": 99, "step": 1, "files": {}}', '{"format": 2, "step": 1, "files": {}}'],
 )
 def test_a_manifest_that_is_not_one_is_damage(tmp_path: Path, manifest: str) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     path = save(store, 1)
     (path / "manifest.json").write_text(manifest)
     assert len(verify(path)) == 1
@@ -249,7 +249,7 @@ def test_forged_manifests_and_states_are_damage_and_nothing_worse(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     role = {"strategy": "hf_train", "world_size": 1, "weight_version": 1}
-    store = CheckpointStore(tmp_path_factory.mktemp("c"))
+    store = CheckpointDirectory(tmp_path_factory.mktemp("c"))
     with store.writing(1, {"pipeline": "sft", "pipeline_state": {}, "roles": {"sft_train": role}}) as path:
         (path / "weights").write_bytes(b"x")
     path = store.directory / "step-1"
@@ -264,7 +264,7 @@ def test_forged_manifests_and_states_are_damage_and_nothing_worse(
         assert all(isinstance(problem, str) for problem in verify(path, digests=digests))
     assert list_checkpoints(store.directory, as_json=data.draw(st.booleans()), digests=True, store={}) in (0, 1)
     try:
-        saved = SavedRun.of(CheckpointStore.open(path))
+        saved = SavedRun.of(CheckpointDirectory.open(path))
     except CheckpointError:
         return
     assert all("/" not in name and name not in ("", "..") for name in saved.roles)
@@ -289,15 +289,15 @@ def test_forged_manifests_and_states_are_damage_and_nothing_worse(
     ],
 )
 def test_a_forged_field_of_a_manifest_is_a_checkpoint_error(tmp_path: Path, key: str, value: object) -> None:
-    path = save(CheckpointStore(tmp_path / "c"), 1)
+    path = save(CheckpointDirectory(tmp_path / "c"), 1)
     (tmp_path / "c" / "secret").write_bytes(b"x")
     forge(path, "manifest.json", json.loads((path / "manifest.json").read_text(encoding="utf-8")) | {key: value})
     with raises_error(CheckpointError, path):
-        CheckpointStore.open(path)
+        CheckpointDirectory.open(path)
 
 
 def test_state_may_have_any_text_that_json_can_have(tmp_path: Path) -> None:
-    store, state = CheckpointStore(tmp_path), {"detail": json.loads('"\\ud83d"'), "größe": "超"}
+    store, state = CheckpointDirectory(tmp_path), {"detail": json.loads('"\\ud83d"'), "größe": "超"}
     with store.writing(1, state):
         pass
     [only] = store.list()
@@ -305,14 +305,14 @@ def test_state_may_have_any_text_that_json_can_have(tmp_path: Path) -> None:
 
 
 def test_state_must_be_json(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     with pytest.raises(TypeError), store.writing(1, {"set": {1, 2}}):
         pass
     assert visible(store) == []
 
 
 def test_a_full_disk_says_so_and_leaves_the_checkpoint_before_intact(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     before = save(store, 1)
 
     def fill(path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("may not mount")
     try:
-        store = CheckpointStore(tmp_path)
+        store = CheckpointDirectory(tmp_path)
         save(store, 1, b"x" * 100_000)
         with raises_error(CheckpointError, "step 2"):
             save(store, 2, b"y" * 200_000)
@@ -349,7 +349,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
 
 
 def test_writing_aside_lets_the_event_loop_go_on_and_can_be_cancelled(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     save(store, 1)
 
     async def write(step: int) -> None:
@@ -375,6 +375,6 @@ def test_writing_aside_lets_the_event_loop_go_on_and_can_be_cancelled(tmp_path: 
 
 
 def test_an_error_of_the_disk_is_a_checkpoint_error(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     with raises_error(CheckpointError, "step 2", "Input/output"), store.writing(2, {}):
         raise OSError(errno.EIO, "Input/output error")

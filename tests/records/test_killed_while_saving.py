@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.manifest import verify
 
 SAVER = """
 import sys
 from pathlib import Path
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 
-store = CheckpointStore(Path(sys.argv[1]), keep=2)
+store = CheckpointDirectory(Path(sys.argv[1]), keep=2)
 for step in range(1, 1_000_000):
     with store.writing(step, {"order": step}) as path:
         for part in range(3):
@@ -38,7 +38,7 @@ def test_what_was_complete_stays_and_what_is_seen_is_complete(tmp_path: Path, se
     told += saver.communicate()[0].splitlines()
     done = max(int(line) for line in told if line.strip())
 
-    store = CheckpointStore(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     latest = store.latest_good()
     assert latest is not None
     # The one that was being announced may be there already.

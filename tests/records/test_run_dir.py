@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.run_dir import RunDir, experiment_runs, find_checkpoint
 from roll_testing.errors import raises_error
 
 
 def save(run: RunDir, step: int) -> Path:
-    with CheckpointStore(run.checkpoints).writing(step, {"step": step}) as path:
+    with CheckpointDirectory(run.checkpoints).writing(step, {"step": step}) as path:
         (path / "weights").write_bytes(bytes([step]) * 100)
     return run.checkpoints / f"step-{step}"
 

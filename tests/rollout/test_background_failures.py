@@ -27,7 +27,7 @@ PROCESSES = [RUNTIME.parent / "reward_pool.py", RUNTIME.parent / "reward_process
 TOOLS = Path(roll_tools.__file__).parent
 
 TASKS = {
-    ("records/checkpoints.py", "_in_thread"),
+    ("records/checkpoint_directory.py", "_in_thread"),
     ("cluster/concurrency.py", "background"),
     ("cluster/concurrency.py", "gather"),
     ("cluster/executors/base.py", "_stacks"),
@@ -39,10 +39,10 @@ TASKS = {
     ("rollout/queue.py", "_abort_pausing"),
     ("rollout/replicas.py", "submit"),
     ("rollout/scoring.py", "_scored"),
-    ("run/checkpointing.py", "_save"),
+    ("run/run_saver.py", "_save"),
     ("run/stopping.py", "unless_requested"),
     ("run/checkpoint_store.py", "submit"),
-    ("weights/broadcaster.py", "_transfer"),
+    ("weights/publisher.py", "_transfer"),
     ("workers/infer.py", "submit"),
 }
 """Functions that start tasks by themselves. Every other task is `background`; of these each is awaited, by the function

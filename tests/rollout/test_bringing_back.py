@@ -11,7 +11,7 @@ from rollout_fleet import ask, engine, in_virtual_time, request, right_tokens
 from roll_core.errors import WeightSyncError, WorkerDiedError, WorkerTimeoutError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
-from roll_core.runtime.run.roles import ATTEMPTS, GroupInferRole
+from roll_core.runtime.run.roles import RESTART_ATTEMPTS, GroupInferRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.spec.config import WorkerConfig
 from roll_core.spec.providers import InferCapabilities
@@ -78,9 +78,9 @@ def test_answers_are_whole_however_often_all_replicas_died(lives_s):
 def test_what_kills_every_replica_ends_in_the_death_of_the_last_one():
     async def main():
         async with started(*[0.5] * 10) as role:
-            with raises_error(WorkerDiedError, ATTEMPTS, "rank 0"):
+            with raises_error(WorkerDiedError, RESTART_ATTEMPTS, "rank 0"):
                 await role.generate(REQUESTS)
-            assert role.brought_back == ATTEMPTS
+            assert role.brought_back == RESTART_ATTEMPTS
             assert role.queue.num_pending == 0
 
     in_virtual_time(main)
@@ -285,7 +285,7 @@ class Published:
 
 class Link:
     def __init__(self, publish):
-        self.broadcaster = self
+        self.publisher = self
         self.publish = publish
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from roll_core.errors import CheckpointError, RunInterruptedError, WorkerError
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.manifest import verify
 from roll_strategy_hf import train as hf
 from roll_testing.errors import mentions
@@ -148,7 +148,7 @@ def test_sigterm_waits_for_the_checkpoint_that_is_being_written(local_runs, writ
     assert result.outcome == "preempted"
     assert mentions(str(result.error), "step 3")
     assert names(result.run_dir) == ["step-2", "step-3"]
-    assert CheckpointStore(result.run_dir.checkpoints).latest_good().step == 3
+    assert CheckpointDirectory(result.run_dir.checkpoints).latest_good().step == 3
 
 
 def test_ctrl_c_does_not_wait_for_a_writer_and_leaves_what_was_complete(local_runs, writer):

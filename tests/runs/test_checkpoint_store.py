@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from roll_core.config import load
 from roll_core.errors import CheckpointError, ConfigError, NoCheckpointError
-from roll_core.runtime.records.checkpoints import BestCheckpoint, Checkpoint, CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import BestCheckpoint, Checkpoint, CheckpointDirectory
 from roll_core.runtime.records.manifest import read_manifest
 from roll_core.runtime.run.checkpoint_store import CheckpointUploader, RemoteFolder, fetch_newest
 from shared_tests.forked import Forked
@@ -100,7 +100,7 @@ def test_retention_applies_to_the_copies_too(local_runs, url):
 
 
 def test_copies_keep_the_newest_and_the_best(tmp_path, url):
-    local = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
+    local = CheckpointDirectory(tmp_path / "run" / "checkpoints", keep=1)
 
     async def upload():
         async with CheckpointUploader(RemoteFolder(url, {}), local, tmp_path / "run", required=True) as uploader:
@@ -117,7 +117,7 @@ def test_copies_keep_the_newest_and_the_best(tmp_path, url):
 def upload_in_turn(url, run, num_steps, *, required=True):
     """Uploads `num_steps` checkpoints one after the other, of which one is retained; the steps in the store after each
     upload, and all metrics."""
-    local, found, metrics = CheckpointStore(run / "checkpoints", keep=1), [], {}
+    local, found, metrics = CheckpointDirectory(run / "checkpoints", keep=1), [], {}
 
     async def upload():
         async with CheckpointUploader(RemoteFolder(url, {}), local, run, required=required) as uploader:
@@ -168,7 +168,7 @@ def test_a_required_store_in_which_nothing_can_be_removed_gets_each_checkpoint_o
 
 
 def test_a_local_checkpoint_stays_until_it_is_uploaded(tmp_path, url):
-    local = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
+    local = CheckpointDirectory(tmp_path / "run" / "checkpoints", keep=1)
     folder = RemoteFolder(url, {})
     begun, go_on = threading.Event(), threading.Event()
     put = folder.put_checkpoint
@@ -198,7 +198,7 @@ def test_a_local_checkpoint_stays_until_it_is_uploaded(tmp_path, url):
 
 @pytest.mark.parametrize("cut", ["no manifest", "half a manifest"])
 def test_an_upload_that_was_killed_half_way_is_never_taken_for_complete(tmp_path, url, cut):
-    older, newer = (saved(CheckpointStore(tmp_path / "a"), step) for step in (1, 2))
+    older, newer = (saved(CheckpointDirectory(tmp_path / "a"), step) for step in (1, 2))
     upload_all(url, [older, newer])
     files = fsspec.filesystem("memory")
     manifest = "/bucket/runs/step-2/manifest.json"
@@ -211,7 +211,7 @@ def test_an_upload_that_was_killed_half_way_is_never_taken_for_complete(tmp_path
 
 
 def test_a_copy_with_a_flipped_bit_is_skipped_or_an_error_if_it_is_the_only_one(tmp_path, url):
-    older, newer = (saved(CheckpointStore(tmp_path / "a"), step) for step in (1, 2))
+    older, newer = (saved(CheckpointDirectory(tmp_path / "a"), step) for step in (1, 2))
     upload_all(url, [older, newer])
     files = fsspec.filesystem("memory")
     for step, expected in ((2, 1), (1, None)):
@@ -235,7 +235,7 @@ def test_a_damaged_copy_leaves_nothing_of_its_run_beside_the_one_before(tmp_path
             (run / file).write_text(name, encoding="utf-8")
         folder = RemoteFolder(f"{url}/{name}", {})
         folder.put_run(run, threading.Event())
-        folder.put_checkpoint(saved(CheckpointStore(run / "checkpoints"), step).path, threading.Event())
+        folder.put_checkpoint(saved(CheckpointDirectory(run / "checkpoints"), step).path, threading.Event())
     fsspec.filesystem("memory").pipe_file("/bucket/runs/002/step-2/role/weights", b"other")
     into = tmp_path / "into"
     assert fetch_newest(RemoteFolder(url, {}), into).step == 1
@@ -248,7 +248,7 @@ def test_the_last_step_of_the_newest_run_is_the_newest_copy_although_the_clock_w
     written = []
     for run, step, now in (("001", 5, 1000.0), ("002", 10, 5000.0), ("002", 20, 3000.0), ("003", 1, 2000.0)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
-        written.append(saved(CheckpointStore(tmp_path / run), step))
+        written.append(saved(CheckpointDirectory(tmp_path / run), step))
         upload_all(f"{url}/{run}", written[-1:])
     store = RemoteFolder(url, {})
     assert list(store.manifests()) == ["002/step-20", "002/step-10", "003/step-1", "001/step-5"]
@@ -258,7 +258,7 @@ def test_the_last_step_of_the_newest_run_is_the_newest_copy_although_the_clock_w
 
 
 def test_a_copy_that_another_run_removes_meanwhile_is_passed_over(tmp_path, url, monkeypatch):
-    upload_all(url, [saved(CheckpointStore(tmp_path / "a"), step) for step in (1, 2)])
+    upload_all(url, [saved(CheckpointDirectory(tmp_path / "a"), step) for step in (1, 2)])
     find = MemoryFileSystem.find
 
     def find_then_remove(self, path, **given):
@@ -273,7 +273,7 @@ def test_a_copy_that_another_run_removes_meanwhile_is_passed_over(tmp_path, url,
 def test_a_full_store_is_a_warning_and_a_metric(local_runs, url, full):
     full("weights.safetensors")
     result = local_runs.ok(local_runs.sft(save_steps=2, checkpoint_store=url))
-    assert [each.step for each in CheckpointStore(result.run_dir.checkpoints).list()] == [2, 4]
+    assert [each.step for each in CheckpointDirectory(result.run_dir.checkpoints).list()] == [2, 4]
     assert steps(url) == []
     assert "No space left" in result.run_dir.log.read_text(encoding="utf-8")
 
@@ -282,7 +282,7 @@ def test_a_full_store_ends_the_run_if_it_is_required(local_runs, url, full):
     full("weights.safetensors")
     result = local_runs.run(local_runs.sft(save_steps=2, checkpoint_store={"url": url, "required": True}))
     assert isinstance(result.error, CheckpointError)
-    assert CheckpointStore(result.run_dir.checkpoints).list()[0].step == 2
+    assert CheckpointDirectory(result.run_dir.checkpoints).list()[0].step == 2
 
 
 def test_a_required_store_that_cannot_be_written_ends_the_run_before_its_first_step(local_runs, url, full):
@@ -300,7 +300,7 @@ def test_a_url_without_checkpoints_cannot_be_resumed_from(local_runs, url):
 
 def test_failures_are_counted(tmp_path, url, full):
     full("weights")
-    local = CheckpointStore(tmp_path / "run" / "checkpoints")
+    local = CheckpointDirectory(tmp_path / "run" / "checkpoints")
 
     async def upload():
         async with CheckpointUploader(RemoteFolder(url, {}), local, tmp_path / "run", required=False) as uploader:

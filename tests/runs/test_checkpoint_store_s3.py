@@ -7,7 +7,7 @@ import threading
 import fsspec
 import pytest
 
-from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import Checkpoint, CheckpointDirectory
 from roll_core.runtime.run.checkpoint_store import CheckpointUploader, RemoteFolder, fetch_newest
 
 pytest.importorskip("s3fs")
@@ -33,7 +33,7 @@ def store(monkeypatch):
 
 def test_copies_are_complete_retained_and_fetched(tmp_path, store):
     folder, _ = store
-    local = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
+    local = CheckpointDirectory(tmp_path / "run" / "checkpoints", keep=1)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
 
@@ -56,7 +56,7 @@ def test_copies_are_complete_retained_and_fetched(tmp_path, store):
 
 def test_an_upload_without_its_manifest_is_not_a_checkpoint(tmp_path, store):
     folder, files = store
-    local = CheckpointStore(tmp_path / "run" / "checkpoints")
+    local = CheckpointDirectory(tmp_path / "run" / "checkpoints")
     for step in (1, 2):
         with local.writing(step, {}) as path:
             (path / "weights").write_bytes(b"1234")

@@ -25,7 +25,7 @@ from roll_core.config import load
 from roll_core.config.secrets import Redactor
 from roll_core.errors import GuardTrippedError, UnsupportedError
 from roll_core.pipelines.rlvr import RLVRPipeline
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.run_files import read_lines
 from roll_core.runtime.run import summary
@@ -189,7 +189,7 @@ def test_a_run_without_checkpoints_resumes_from_what_it_resumed_from(local_runs)
     command, _, note = before.partition("   ")
     assert shlex.split(command) == ["roll-core", "run", str(path), "seed=3", f"resume_from_checkpoint={origin}"]
     assert "10" in note
-    with CheckpointStore(run.checkpoints).writing(11, {}):
+    with CheckpointDirectory(run.checkpoints).writing(11, {}):
         pass
     ((_, after),) = summary.how_to_resume(loaded, argv, run, Redactor.of({}))
     assert shlex.split(after.partition("   ")[0])[-1] == "resume_from_checkpoint=true"

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from roll_core.errors import CheckpointMismatchError, ConfigError
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.manifest import verify
 from roll_core.spec.providers import TrainCapabilities
 from roll_testing.errors import mentions, raises_error
@@ -45,7 +45,7 @@ def sft(runs, strategy, ranks=1, model=WHOLE, **given):
 
 
 def at(result, step):
-    (found,) = [each.path for each in CheckpointStore(result.run_dir.checkpoints).list() if each.step == step]
+    (found,) = [each.path for each in CheckpointDirectory(result.run_dir.checkpoints).list() if each.step == step]
     return found
 
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointMismatchError
-from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.run.checkpointing import SavedRole, SavedRun
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
+from roll_core.runtime.run.run_saver import SavedRole, SavedRun
 from roll_core.spec.config import TokenizerConfig
 from roll_testing.errors import check_error, mentions
 from roll_testing.runs import TINY
@@ -21,7 +21,7 @@ from roll_testing.runs import TINY
 @pytest.fixture
 def saved(local_runs):
     """The checkpoints of a run of four steps, oldest first."""
-    return CheckpointStore(local_runs.ok(local_runs.sft(save_steps=1)).run_dir.checkpoints).list()
+    return CheckpointDirectory(local_runs.ok(local_runs.sft(save_steps=1)).run_dir.checkpoints).list()
 
 
 def flip(checkpoint, byte=2000):
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_another_pipeline_is_refused_before_anything_starts(loca
 def test_a_checkpoint_of_another_strategy_is_refused_with_the_way_out(local_runs):
     role = SavedRole(strategy="other_train", world_size=2, weight_version=1)
     run = SavedRun(pipeline="sft", pipeline_state={}, roles={"sft_train": role})
-    store = CheckpointStore(local_runs.folder / "elsewhere")
+    store = CheckpointDirectory(local_runs.folder / "elsewhere")
     with store.writing(1, asdict(run)):
         pass
     result = local_runs.run(local_runs.sft(resume_from_checkpoint=str(store.directory / "step-1")))
@@ -215,7 +215,7 @@ def test_retention_spans_the_attempts_of_a_run(local_runs):
 
 def test_retention_spares_other_runs_and_later_steps(local_runs):
     def kept(run):
-        return [checkpoint.step for checkpoint in CheckpointStore(run.run_dir.checkpoints).list()]
+        return [checkpoint.step for checkpoint in CheckpointDirectory(run.run_dir.checkpoints).list()]
 
     other, first = (local_runs.ok(local_runs.sft(max_steps=3, save_steps=1)) for _ in range(2))
     resumed = {"resume_from_checkpoint": str(first.run_dir.checkpoints / "step-2"), "max_ckpt_to_keep": 1}

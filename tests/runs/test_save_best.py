@@ -13,7 +13,7 @@ from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.pipelines.sft import SFTPipeline
-from roll_core.runtime.records.checkpoints import BestCheckpoint, BestMetric
+from roll_core.runtime.records.checkpoint_directory import BestCheckpoint, BestMetric
 from roll_core.spec.config import BestCheckpointConfig
 
 

@@ -16,7 +16,7 @@ sys.path.append(str(TEMPLATES / "transport"))
 from roll_transport_acme.transport import AcmeTransport
 
 from roll_core.errors import CorruptTensorError, MissingTensorError
-from roll_core.runtime.weights.broadcaster import verify
+from roll_core.runtime.weights.publisher import verify
 from roll_core.spec.transport import Deadline, ReceiverSetup, ReceiversLostError, SenderLostError, SenderSetup
 from roll_core.spec.weights import make_manifest, make_receipt
 

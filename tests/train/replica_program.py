@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from roll_core.algorithms.losses import sft_objective
-from roll_core.data.pack import balance, pack, totals
+from roll_core.data.pack import balance, count_totals, pack
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
 from roll_core.types import TrainSequence
@@ -34,7 +34,7 @@ def run(rank, world_size, port, model, sequences, folder, attn_implementation, l
     spec = ModelSpec(random_init=model, seed=3 + rank, attn_implementation=attn_implementation, lora=lora)
     strategy.build(spec, mesh)
     share = [sequences[i] for i in balance(sequences, world_size)[rank]]
-    micros = pack(share, totals=totals(sequences), max_sequences=2)
+    micros = pack(share, totals=count_totals(sequences), max_sequences=2)
     strategy.forward_backward(micros, sft_objective())
     gradient = strategy.optimizer.flat_grad.clone()
     strategy.replicas.sum(gradient)
@@ -68,7 +68,7 @@ def lose_one(rank, world_size, port, model, sequences, spoilt):
     strategy.build(ModelSpec(random_init=model, seed=3), mesh)
     batch = [sequence(*each) for each in sequences]
     share = [batch[i] for i in balance(batch, world_size)[rank]]
-    micros = pack(share, totals=totals(batch), max_sequences=1)
+    micros = pack(share, totals=count_totals(batch), max_sequences=1)
     error = raised(lambda: strategy.forward_backward(micros, SpoiltLoss(sequence=spoilt)))
     strategy.close()
     return error

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll_core.algorithms.losses import ValueObjective, sft_objective
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.errors import DataError, NonFiniteError, UnsupportedError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import LossOutput, TokenOutputs, TrainingSpec, WantedOutputs
@@ -67,7 +67,7 @@ def test_the_gradient_equals_plain_transformers(build, sequences, tiny):
 def test_the_gradient_does_not_depend_on_the_split_into_microbatches(build, sequences, task, split):
     strategy = build(task=task)
     whole, loss = summed_gradient(strategy, pack(sequences), OBJECTIVES[task])
-    micros = pack(sequences, totals=totals(sequences), **split)
+    micros = pack(sequences, totals=count_totals(sequences), **split)
     assert len(micros) > 1
     gradient, loss_of_parts = summed_gradient(strategy, micros, OBJECTIVES[task])
     assert relative(gradient, whole) < 1e-6
@@ -104,7 +104,7 @@ def test_sequences_without_a_token_in_the_loss_change_nothing(build, sequences):
     strategy = build()
     whole, _ = summed_gradient(strategy, pack(sequences), sft_objective())
     trained = [each for each in sequences if each.loss_mask.any()]
-    gradient, _ = summed_gradient(strategy, pack(trained, totals=totals(sequences)), sft_objective())
+    gradient, _ = summed_gradient(strategy, pack(trained, totals=count_totals(sequences)), sft_objective())
     assert relative(gradient, whole) < 1e-6
 
 
@@ -127,7 +127,7 @@ def test_masked_only_leaves_the_rest_zero_and_the_masked_as_they_are(build, sequ
 def test_bf16_accumulates_in_float32_near_the_exact_gradient(build, sequences):
     exact, _ = summed_gradient(build(), pack(sequences), sft_objective())
     strategy = build(dtype="bf16")
-    micros = pack(sequences, totals=totals(sequences), max_sequences=1)
+    micros = pack(sequences, totals=count_totals(sequences), max_sequences=1)
     gradient, _ = summed_gradient(strategy, micros, sft_objective())
     assert gradient.dtype == torch.float32
     assert relative(gradient, exact) < 0.05

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
 from roll_core.algorithms.losses import ValueObjective, sft_objective
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.errors import ModelError, UnsupportedError, WeightSyncError
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
@@ -152,7 +152,7 @@ def test_the_gradient_does_not_depend_on_the_split(build, sequences, task, split
     for strategy in (whole, parts):
         train(strategy, sequences, loss=OBJECTIVES[task])
     whole.forward_backward(pack(sequences), OBJECTIVES[task])
-    parts.forward_backward(pack(sequences, totals=totals(sequences), **split), OBJECTIVES[task])
+    parts.forward_backward(pack(sequences, totals=count_totals(sequences), **split), OBJECTIVES[task])
     one, other = whole.optimizer.flat_grad, parts.optimizer.flat_grad
     assert float((one - other).norm() / one.norm()) < 1e-5
 

@@ -14,8 +14,8 @@ sys.path.append(str(TEMPLATES / "transport"))
 from sync_workers import InferWorker, ProcessGroup, TrainWorker, record_of
 
 from roll_core.runtime.cluster.executors.base import WorkerCall
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.publisher import WeightPublisher
 from roll_core.spec.transport import Route
 
 
@@ -29,7 +29,7 @@ class Duo:
 
     def deadline(self, seconds):
         sources = (0,) * self.infer.world_size if self.transport == "cuda_ipc" else ()
-        self.publisher = WeightBroadcaster(
+        self.publisher = WeightPublisher(
             self.train,
             self.infer,
             SyncPlan(

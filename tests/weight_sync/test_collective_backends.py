@@ -16,8 +16,8 @@ from sync_workers import ProcessGroup, record_of, same_values
 
 from roll_core.errors import CorruptTensorError, UnsupportedError, WorkerDiedError
 from roll_core.runtime.cluster.executors.base import WorkerCall
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.publisher import WeightPublisher
 from roll_core.spec.transport import (
     Deadline,
     DeviceFacts,
@@ -274,7 +274,7 @@ def test_between_processes_weights_arrive_and_faults_are_named_as_with_gloo():
             await WorkerCall(group, "use_stand_in").all()
         route = Route(options={"backend": "stand_in"})
         plan = SyncPlan(transport=record_of("collective"), route=route, bucket_bytes=64 << 10, deadline_s=20)
-        publisher = WeightBroadcaster(train, infer, plan)
+        publisher = WeightPublisher(train, infer, plan)
         await publisher.self_test()
         for version in range(2):
             await publisher.publish(version)

@@ -12,8 +12,8 @@ from sync_workers import record_of
 
 from roll_core.errors import CorruptTensorError, NonFiniteWeightError, UnsupportedError
 from roll_core.runtime.cluster.executors.base import WorkerCall
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan
+from roll_core.runtime.weights.publisher import WeightPublisher
 from roll_core.spec import fp8
 from roll_core.spec.fp8 import is_layers_weight, quantise_blocks, quantise_rows, to_fp8
 from roll_core.spec.transport import Route
@@ -302,7 +302,7 @@ def publisher(duo, transport, bucket_bytes=64 << 10, weight_format="fp8"):
         bucket_bytes=bucket_bytes,
         deadline_s=20,
     )
-    return WeightBroadcaster(duo.train, duo.infer, plan)
+    return WeightPublisher(duo.train, duo.infer, plan)
 
 
 @pytest.mark.parametrize("transport", ["shared", "shm", "cuda_ipc", "collective", "disk"])

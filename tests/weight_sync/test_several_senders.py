@@ -12,8 +12,8 @@ from sync_workers import Engine, HostMemory, ProcessGroup, Trainer, record_of, s
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, UnexpectedTensorError, WeightSyncError, WorkerDiedError
 from roll_core.runtime.cluster.executors.base import WorkerCall
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SendHandle, SyncPlan, role_facts
+from roll_core.runtime.weights.publisher import WeightPublisher
 from roll_core.runtime.weights.transfer import WeightReceiver, WeightSender
 from roll_core.spec.transport import DeviceFacts, ReceiversLostError, RoleFacts, Route, WorkerFacts
 from roll_core.spec.weights import make_manifest
@@ -35,7 +35,7 @@ def with_groups(num_train, num_infer, scenario):
 def publisher_between(train, infer, sources):
     route = Route(sources=sources)
     plan = SyncPlan(transport=record_of("cuda_ipc"), route=route, bucket_bytes=64 << 10, deadline_s=20)
-    return WeightBroadcaster(train, infer, plan)
+    return WeightPublisher(train, infer, plan)
 
 
 def test_each_engine_is_fed_from_its_own_device(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_self_test_says_why_memory_cannot_be_shared_and_leaves_the_workers_fre
         await WorkerCall(infer, "use_device").at(1, "the one device", "peer access is not supported")
         with raises_error(WeightSyncError, "actor_infer rank 1", "access"):
             await publisher_between(train, infer, (0, 0)).self_test()
-        publisher = WeightBroadcaster(train, infer, SyncPlan(transport=record_of("shm"), deadline_s=20))
+        publisher = WeightPublisher(train, infer, SyncPlan(transport=record_of("shm"), deadline_s=20))
         await publisher.publish(0)
 
     with_groups(1, 2, scenario)

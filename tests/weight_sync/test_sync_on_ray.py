@@ -8,8 +8,8 @@ from roll_core.config.weight_transports import choose_transport
 from roll_core.errors import CorruptTensorError, WorkerDiedError
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.cluster.executors.base import GroupSpec, Place, WorkerCall
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
+from roll_core.runtime.weights.publisher import WeightPublisher
 from roll_executor_ray.executor import RayExecutor
 from roll_testing.errors import raises_error
 
@@ -38,7 +38,7 @@ def test_publishes_between_ray_workers():
                 sides = [role_facts(group, declared) for group in (train, infer)]
                 transport = choose_transport(load_registry(), *sides).provider
                 assert transport.name == {3: "shm", 1: "collective"}[len(declared)]
-                publisher = WeightBroadcaster(
+                publisher = WeightPublisher(
                     train, infer, SyncPlan(transport=transport, bucket_bytes=64 << 10, deadline_s=20)
                 )
                 await WorkerCall(train, "begin").all()

@@ -13,7 +13,7 @@ from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.cluster.executors.base import WorkerCall
 from roll_core.runtime.run import weight_sync as controller
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.publisher import WeightPublisher
 from roll_core.spec.providers import InferCapabilities, TrainCapabilities
 from roll_weight_transports import device_memory
 
@@ -73,10 +73,10 @@ def way(groups, monkeypatch):
         async def scenario():
             await prepare(train, infer)
             link = await found._connect("actor_train", "actor_infer")
-            await link.broadcaster.publish(0)
+            await link.publisher.publish(0)
             (sent,), (held,) = await WorkerCall(train, "values").all(), await WorkerCall(infer, "values").all()
             assert all(same_values(held[name], sent[name]) for name in sent)
-            return link.broadcaster
+            return link.publisher
 
         return asyncio.run(scenario()), record["actor_infer"]
 
@@ -131,15 +131,15 @@ def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
 
 
 def test_a_third_partys_transport_is_tested_and_used_if_the_config_names_it(way):
-    broadcaster, recorded = way(ALL, as_it_is, "acme")
-    assert broadcaster.plan.transport.name == recorded == "acme"
-    assert broadcaster.plan.route.self_test
+    publisher, recorded = way(ALL, as_it_is, "acme")
+    assert publisher.plan.transport.name == recorded == "acme"
+    assert publisher.plan.route.self_test
 
 
 def test_an_engine_that_exits_during_the_self_test_is_an_error_and_not_a_reason(way, monkeypatch):
     async def dies(publisher):
         raise WorkerDiedError("actor_infer", 0, "here", "receive_weights", "its process was killed")
 
-    monkeypatch.setattr(WeightBroadcaster, "self_test", dies)
+    monkeypatch.setattr(WeightPublisher, "self_test", dies)
     with pytest.raises(WorkerDiedError):
         way(ALL, as_it_is)

@@ -525,8 +525,8 @@ def sync_once(device: str, which: str, size: str, *, rounds: int) -> tuple[list[
     With `collective` the engine is on a second device: collective libraries take one process for each.
     """
     from roll_core.builtin import plugin as core
-    from roll_core.runtime.weights.broadcaster import verify
     from roll_core.runtime.weights.plan import SyncPlan
+    from roll_core.runtime.weights.publisher import verify
     from roll_core.runtime.weights.transfer import WeightSender
     from roll_core.spec.weights import entry_bytes
     from roll_weight_transports import plugin as between_processes

@@ -22,7 +22,7 @@ from vllm_live import CACHE, start
 from vllm_mixtures import PROMPT, check_faults, mixture, remote_functions
 
 from roll_core.errors import CorruptTensorError, EngineDiedError, ModelError, UnsupportedError
-from roll_core.runtime.weights.broadcaster import verify
+from roll_core.runtime.weights.publisher import verify
 from roll_infer_vllm.sampling import sampling_params
 from roll_testing.errors import raises_error
 from roll_testing.infer.interrupting import until_interrupted

@@ -28,7 +28,7 @@ from vllm_mixtures import (
 
 import shared_tests
 from roll_core.errors import CorruptTensorError, MissingTensorError
-from roll_core.runtime.weights.broadcaster import verify
+from roll_core.runtime.weights.publisher import verify
 from roll_core.spec.model import LoraSpec
 from roll_modeling.engine_experts import ExpertLayout, ExpertName
 from roll_modeling.engine_weights import ExpertsTensor

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from roll_core.errors import CorruptTensorError
-from roll_core.runtime.weights.broadcaster import verify
+from roll_core.runtime.weights.publisher import verify
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
 from roll_core.types import WeightReceipt

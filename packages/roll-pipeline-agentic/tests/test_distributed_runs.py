@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from roll_core.runtime.rollout.recording import array_from
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
+from roll_core.runtime.weights.publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from conftest import AgenticRuns
@@ -88,7 +88,7 @@ def test_a_replica_that_is_killed_before_a_publish_loses_no_episode(
     runs: AgenticRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The publish fails on the rank that sends; the next one is collective over both ranks again."""
-    publish, attempts = WeightBroadcaster.publish, []
+    publish, attempts = WeightPublisher.publish, []
 
     async def publish_with_an_accident(self: Any, version: int, **given: Any) -> Any:
         if version == 2 and 2 not in attempts:  # the episodes of the next batch are running
@@ -96,7 +96,7 @@ def test_a_replica_that_is_killed_before_a_publish_loses_no_episode(
         attempts.append(version)
         return await publish(self, version, **given)
 
-    monkeypatch.setattr(WeightBroadcaster, "publish", publish_with_an_accident)
+    monkeypatch.setattr(WeightPublisher, "publish", publish_with_an_accident)
     result = runs.ok(config(runs))
     assert attempts.count(2) == 2
     lines = runs.metrics(result)

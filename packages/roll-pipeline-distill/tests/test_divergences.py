@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
@@ -272,7 +272,7 @@ def test_the_term_is_a_weighted_mean_over_tokens_however_the_batch_is_split(kind
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(2))
     term = DistillationTerm(kind=kind, overlap=3)
     whole = loss_of(term, pack(batch), table)
-    split = loss_of(term, pack(batch, totals=totals(batch), max_sequences=2), table)
+    split = loss_of(term, pack(batch, totals=count_totals(batch), max_sequences=2), table)
     assert split[0] == pytest.approx(whole[0], rel=1e-6)
     torch.testing.assert_close(split[1], whole[1], rtol=1e-6, atol=1e-8)
     assert split[2] == pytest.approx(whole[2], rel=1e-5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from roll_core.algorithms.losses import CrossEntropy, Objective
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.types import TrainSequence
 from roll_pipeline_preference.encode import CHOSEN, DESIRABLE, MARGIN
 from roll_pipeline_preference.terms import BradleyTerryTerm, PreferenceTerm
@@ -50,7 +50,7 @@ def test_the_gradient_does_not_depend_on_the_split(build, name):
     sequences = batch(paired=name != "kto")
     gradients, losses = [], []
     for split in ({}, {"max_sequences": 2}, {"max_sequences": 4}, {"max_tokens": 20}):
-        micros = pack(sequences, totals=totals(sequences), **split)
+        micros = pack(sequences, totals=count_totals(sequences), **split)
         assert bool(split) == (len(micros) > 1)
         metrics = strategy.forward_backward(micros, objective)
         gradients.append(strategy.optimizer.flat_grad.clone())

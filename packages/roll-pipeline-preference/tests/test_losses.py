@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.algorithms.losses import CrossEntropy, Objective
-from roll_core.data.pack import pack
-from roll_core.data.pack import totals as totals_of
+from roll_core.data.pack import count_totals, pack
 from roll_core.errors import DataError
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
@@ -187,7 +186,7 @@ def shares(term, sequences, logprobs, most=None):
     objective = term if isinstance(term, Objective) else Objective(terms={"term": term})
     flat = {each.id: torch.tensor(own, requires_grad=True) for each, own in zip(sequences, logprobs, strict=True)}
     loss, metrics = 0.0, {}
-    for micro in pack(sequences, max_sequences=most, totals=totals_of(sequences)):
+    for micro in pack(sequences, max_sequences=most, totals=count_totals(sequences)):
         mine = torch.cat([flat[i] for i in micro.ids])
         outputs = TokenOutputs(logprobs_T=mine, values_T=mine, topk_logprobs_TK=torch.full((len(mine), 1), -0.005))
         found = objective(outputs, micro)

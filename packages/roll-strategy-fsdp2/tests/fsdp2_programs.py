@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from roll_core.algorithms.losses import ValueObjective, sft_objective
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, WantedOutputs
 from roll_core.types import TrainSequence
@@ -118,7 +118,7 @@ def objective(job: Job):
 
 
 def micros(strategy: TrainStrategy, job: Job, batch: list[TrainSequence]):
-    return pack(share(strategy, batch), totals=totals(batch), max_sequences=job.max_sequences)
+    return pack(share(strategy, batch), totals=count_totals(batch), max_sequences=job.max_sequences)
 
 
 def weights(strategy: TrainStrategy) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from megatron_programs import MIXTURE
 from safetensors.torch import load_file
 
 from roll_core.cli.main import main
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import TrainProvider
 from roll_testing.bench import Case, Step
@@ -37,7 +37,7 @@ def test_adapters_of_experts_are_converted_to_what_the_strategy_exports(host, tm
     )
     steps = [Step(sequences=make_batch(61, seed=seed), loss=LOSSES["sft"]) for seed in range(2)]
     state = {"strategy": "megatron_train", "world_size": 2, "weight_version": 1, "portable": True}
-    store = CheckpointStore(tmp_path / "checkpoints")
+    store = CheckpointDirectory(tmp_path / "checkpoints")
     with store.writing(1, {"pipeline": "sft", "pipeline_state": {}, "roles": {"sft_train": state}}) as path:
         folder = path / "sft_train" / "portable"
         folder.mkdir(parents=True)

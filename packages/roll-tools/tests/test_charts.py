@@ -19,7 +19,7 @@ from roll_tools.charts import (
     stacked_steps,
     thin,
 )
-from roll_tools.checkpoints import size_text
+from roll_tools.checkpoint_listing import size_text
 from roll_tools.curves import charts_of
 from roll_tools.tables import memory_rows
 

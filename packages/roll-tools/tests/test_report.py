@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll_core.cli import main as cli
 from roll_core.errors import RunDirectoryError
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.guards import GuardEvent
 from roll_core.runtime.records.ledger import LedgerRow
 from roll_core.runtime.records.record import RunFacts, RunRecord
@@ -112,7 +112,7 @@ def make_run(output: Path, *, ends: bool = True, error: BaseException | None = N
     run.samples.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     run.config.write_text("pipeline: rlvr\n# a comment\njudge:\n  api_key: hunter2hunter2\n  note: <b>bold</b>\n")
     run.log.write_text("INFO the last line\n")
-    with CheckpointStore(run.checkpoints).writing(10, {}) as path:
+    with CheckpointDirectory(run.checkpoints).writing(10, {}) as path:
         (path / "weights").write_bytes(b"x" * 2048)
     if ends:
         record.finish(error, time_rows=[asdict(row) for row in ROWS])

@@ -25,9 +25,9 @@ from roll_modeling.portable_state import check_adapters, stored_buffers, take_bu
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
 from roll_strategy_deepspeed import workarounds
-from roll_strategy_deepspeed.checkpoint import load_state, save_state
 from roll_strategy_deepspeed.computation import Computation, GatheredHead
 from roll_strategy_deepspeed.engine_config import clips_itself, engine_config
+from roll_strategy_deepspeed.full_checkpoint import load_state, save_state
 from roll_strategy_deepspeed.optimizer_state import LossScale, OptimizerState, by_kind
 from roll_strategy_deepspeed.passes import Passes
 from roll_strategy_deepspeed.ranks import Ranks

@@ -22,11 +22,11 @@ from roll_modeling.quantization import quant_states
 from roll_modeling.ring_attention import Ring
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
-from roll_strategy_fsdp2.checkpoint import load_state, save_state
 from roll_strategy_fsdp2.experts import exchange_tokens
 from roll_strategy_fsdp2.loading import fill, open_empty
 from roll_strategy_fsdp2.optimizer import ShardedOptimizer, local
 from roll_strategy_fsdp2.passes import Passes
+from roll_strategy_fsdp2.sharded_checkpoint import load_state, save_state
 from roll_strategy_fsdp2.sharding import Root, make_meshes, shard, sharded_modules
 from roll_strategy_fsdp2.tensor_parallel import parallelize
 from roll_strategy_fsdp2.weights import Weights

@@ -14,7 +14,14 @@ import torch
 from typing_extensions import override
 
 from roll_core.errors import NonFiniteError
-from roll_modeling.checkpoints import (
+from roll_modeling.export import write_model
+from roll_modeling.kernels import fuse
+from roll_modeling.layout import make_adjacent
+from roll_modeling.offload import host_copies, keep_freed_memory
+from roll_modeling.pending_losses import Batch, PendingLosses, moved_ahead
+from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
+from roll_modeling.quantization import quant_states
+from roll_modeling.state_files import (
     STATE,
     check_names,
     check_tensor,
@@ -24,13 +31,6 @@ from roll_modeling.checkpoints import (
     save_random,
     write_json,
 )
-from roll_modeling.export import write_model
-from roll_modeling.kernels import fuse
-from roll_modeling.layout import make_adjacent
-from roll_modeling.offload import host_copies, keep_freed_memory
-from roll_modeling.pending_losses import Batch, PendingLosses, moved_ahead
-from roll_modeling.portable_state import check_adapters, stored_buffers, take_buffers
-from roll_modeling.quantization import quant_states
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
 from roll_strategy_hf.optimizer import ModelOptimizer

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from roll_core.errors import CheckpointError
 from roll_core.spec.train import ParameterState, PortableState
-from roll_modeling.checkpoints import (
+from roll_modeling.shards import ShardFiles
+from roll_modeling.state_files import (
     STATE,
     check_names,
     check_tensor,
@@ -32,7 +33,6 @@ from roll_modeling.checkpoints import (
     shared_folder,
     write_json,
 )
-from roll_modeling.shards import ShardFiles
 from roll_strategy_megatron.bridge.source import FileSource
 from roll_strategy_megatron.optimizer import KINDS
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from roll_core.algorithms.aggregate import Aggregation, aggregate
-from roll_core.data.pack import pack, totals
+from roll_core.data.pack import count_totals, pack
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.algorithms import (
     AdvantageEstimator,
@@ -287,7 +287,7 @@ class PolicyLossConformance(FunctionTests):
         """Loss over micro-batches of one row or unit, and gradient of each token by its rollout and position."""
         loss = 0.0
         gradients: dict[tuple[int, int], float] = {}
-        for micro in pack(sequences, totals=totals(sequences, max_length=5), max_sequences=1):
+        for micro in pack(sequences, totals=count_totals(sequences, max_length=5), max_sequences=1):
             logprobs_T = _logprobs(micro, 0.3)
             share = aggregate(self._loss(micro, logprobs_T)[0], micro, mode)
             (gradient_T,) = torch.autograd.grad(share, logprobs_T)

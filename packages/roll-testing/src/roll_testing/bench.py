@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.data.module_rows import balance_rows, module_batches
-from roll_core.data.pack import balance, pack, totals
+from roll_core.data.pack import balance, count_totals, pack
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.config import StrategyConfig
@@ -160,7 +160,7 @@ def share(strategy: TrainStrategy, sequences: Sequence[TrainSequence]) -> list[T
 
 def micros(mine: Sequence[TrainSequence], batch: Sequence[TrainSequence], split: Split) -> list[MicroBatch]:
     """Pack this rank's sequences into microbatches, with the loss denominators of the whole batch."""
-    denominators = totals(batch, max_length=max(len(each) for each in batch))
+    denominators = count_totals(batch, max_length=max(len(each) for each in batch))
     return pack(mine, totals=denominators, max_sequences=split.max_sequences, max_tokens=split.max_tokens)
 
 

@@ -21,7 +21,7 @@ import yaml
 
 from roll_core.config import load
 from roll_core.plugins.targets import load_target
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.run_files import number
 from roll_core.spec.providers import PipelineProvider
 from roll_testing.packaging import PackagingTests
@@ -67,7 +67,7 @@ class PipelineConformance(PackagingTests):
         """Metrics of the last steps must be those of a run that was not interrupted, bit for bit."""
         config = self._config(runs)
         whole = runs.ok(config | {"save_steps": NUM_STEPS // 2})
-        first = CheckpointStore(whole.run_dir.checkpoints).list()[0]
+        first = CheckpointDirectory(whole.run_dir.checkpoints).list()[0]
         resumed = runs.ok(config | {"exp_name": "resumed", "resume_from_checkpoint": str(first.path)})
         expected = [line for line in runs.timeless(whole) if line["step"] > NUM_STEPS // 2]
         assert [line for line in runs.timeless(resumed) if line["step"] > NUM_STEPS // 2] == expected

@@ -18,7 +18,7 @@ import torch
 
 from roll_core.config.weight_transports import load_transport
 from roll_core.errors import CorruptTensorError, MissingTensorError, UnexpectedTensorError, WeightSyncError
-from roll_core.runtime.weights.broadcaster import verify
+from roll_core.runtime.weights.publisher import verify
 from roll_core.spec.multilinear import MULTILINEAR
 from roll_core.spec.providers import WeightTransportProvider
 from roll_core.spec.transport import (

@@ -180,7 +180,7 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
             settings=options.set,
             merged=options.action == "merge",
         )
-    from roll_tools.checkpoints import list_checkpoints, verify_checkpoints
+    from roll_tools.checkpoint_listing import list_checkpoints, verify_checkpoints
     from roll_tools.settings import parse_settings
 
     store = parse_settings(options.storage_option)

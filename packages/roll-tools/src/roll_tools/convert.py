@@ -29,20 +29,20 @@ from roll_core.errors import (
     install_command,
 )
 from roll_core.host import usable_cores
-from roll_core.runtime.records.checkpoints import CheckpointStore
-from roll_core.runtime.run.checkpointing import SavedRun
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.run.roles import PORTABLE
+from roll_core.runtime.run.run_saver import SavedRun
 from roll_core.spec.config import WorkerConfig
 from roll_core.spec.model import saved_model
-from roll_tools.checkpoints import checkpoint_stores
+from roll_tools.checkpoint_listing import checkpoint_directories
 from roll_tools.settings import parse_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.records.checkpoints import Checkpoint
-    from roll_core.runtime.run.checkpointing import SavedRole
+    from roll_core.runtime.records.checkpoint_directory import Checkpoint
+    from roll_core.runtime.run.run_saver import SavedRole
     from roll_core.spec.model import ModelSpec
 
 
@@ -98,15 +98,15 @@ def convert_checkpoint(
 
 def _good(place: Path) -> Checkpoint:
     path = Path(os.path.expanduser(place)).absolute()
-    if path.is_dir() and CheckpointStore.is_checkpoint(path):
-        return CheckpointStore.open(path)
+    if path.is_dir() and CheckpointDirectory.is_checkpoint(path):
+        return CheckpointDirectory.open(path)
     if (path / "config.json").is_file():
         raise NoCheckpointError(
             f"{place} is already a model, not a checkpoint. To train from it under any strategy, set"
             f" pretrain: {path}, or model_args.model_name_or_path of a role"
         )
-    for store in reversed(checkpoint_stores(place)):
-        if (newest := store.latest_good()) is not None:
+    for directory in reversed(checkpoint_directories(place)):
+        if (newest := directory.latest_good()) is not None:
             return newest
     raise NoCheckpointError(f"{place} has no checkpoint")
 

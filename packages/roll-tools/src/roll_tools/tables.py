@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.ledger import OTHER
 from roll_tools.charts import figure, seconds, stacked_steps
-from roll_tools.checkpoints import size_text
+from roll_tools.checkpoint_listing import size_text
 from roll_tools.curves import points
 from roll_tools.saved_record import StageTime
 
@@ -203,7 +203,7 @@ def checkpoint_rows(run_dir: RunDir, record: SavedRecord) -> list[dict[str, str]
     """Step, path, size, file count, date and rank of each complete checkpoint."""
     best = record.best_checkpoint
     rows = []
-    for checkpoint in CheckpointStore(run_dir.checkpoints).list():
+    for checkpoint in CheckpointDirectory(run_dir.checkpoints).list():
         files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
         rows.append(
             {

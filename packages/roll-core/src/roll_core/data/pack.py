@@ -83,7 +83,7 @@ def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
     )
 
 
-def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
+def count_totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
     """Denominators of one optimizer step, from all of its `sequences` on all ranks."""
     trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
     rollout_tokens: dict[int, int] = {}
@@ -102,10 +102,6 @@ def totals(sequences: Sequence[TrainSequence], max_length: int = 1) -> Totals:
         rollout_tokens=rollout_tokens,
         streams=streams,
     )
-
-
-totals_of = totals
-"""Alias of `totals`, for functions with an argument of that name."""
 
 
 def units(sequences: Sequence[TrainSequence]) -> list[list[int]]:
@@ -164,7 +160,7 @@ def pack(
     `totals` are those of the whole optimizer step; by default those of `sequences`. Without sequences the result is
     empty. Raises `DataError` for invalid sequences.
     """
-    denominators = totals_of(sequences) if totals is None else totals
+    denominators = count_totals(sequences) if totals is None else totals
     batches: list[list[TrainSequence]] = []
     tokens = 0
     for indices in units(sequences):
@@ -192,7 +188,7 @@ def pack_evenly(
 
     Returns as few microbatches as `max_tokens` permits, and a multiple of `multiple` if there are enough units.
     """
-    denominators = totals_of(sequences) if totals is None else totals
+    denominators = count_totals(sequences) if totals is None else totals
     for sequence in sequences:
         _check(sequence)
     all_units = units(sequences)

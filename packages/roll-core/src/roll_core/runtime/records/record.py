@@ -19,7 +19,7 @@ import psutil
 
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RollError, RunFileError, RunPreemptedError
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.provenance import git_state, host_facts, requirements, versions
 from roll_core.runtime.records.run_dir import experiment_runs
 from roll_core.runtime.records.run_files import safe, writing
@@ -27,7 +27,7 @@ from roll_core.runtime.records.run_files import safe, writing
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.runtime.records.checkpoints import Checkpoint
+    from roll_core.runtime.records.checkpoint_directory import Checkpoint
     from roll_core.runtime.records.guards import GuardEvent
     from roll_core.runtime.records.run_dir import RunDir
 
@@ -202,14 +202,14 @@ def finished_run(checkpoint: Checkpoint, current: RunDir) -> Path | None:
     return None
 
 
-def earlier_checkpoints(experiment: Path, attempts: Mapping[str, int]) -> list[tuple[CheckpointStore, int]]:
+def earlier_checkpoints(experiment: Path, attempts: Mapping[str, int]) -> list[tuple[CheckpointDirectory, int]]:
     """Checkpoints of the runs of an experiment whose ids are in `attempts`, each with its last step there."""
-    stores = []
+    directories = []
     for run in experiment_runs(experiment) if attempts else ():
         id = read_record(run.record).get("id")
         if isinstance(id, str) and isinstance(step := attempts.get(id), int):
-            stores.append((CheckpointStore(run.checkpoints), step))
-    return stores
+            directories.append((CheckpointDirectory(run.checkpoints), step))
+    return directories
 
 
 def write_atomically(path: Path, text: str) -> None:

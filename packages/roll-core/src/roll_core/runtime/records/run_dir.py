@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_core.errors import CheckpointError, NoCheckpointError, RunDirectoryError
-from roll_core.runtime.records.checkpoints import Checkpoint, CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import Checkpoint, CheckpointDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +130,10 @@ def find_checkpoint(
     place = Path(os.path.expanduser(spec)).absolute()
     if not place.is_dir():
         raise NoCheckpointError(f"resume_from_checkpoint: {place} does not exist or is not a directory")
-    if CheckpointStore.is_checkpoint(place):
-        return CheckpointStore.open(place)
+    if CheckpointDirectory.is_checkpoint(place):
+        return CheckpointDirectory.open(place)
     for directory in (place / "checkpoints", place):
-        newest = CheckpointStore(directory).latest_good()
+        newest = CheckpointDirectory(directory).latest_good()
         if newest is not None:
             return newest
     checkpoint = _newest_of_experiment(place, current)
@@ -152,7 +152,7 @@ def sweep_checkpoints(experiment: Path, checkpoint: Checkpoint | None) -> None:
     """
     elsewhere = {checkpoint.path.parent} if checkpoint is not None else set()
     for directory in elsewhere | {run.checkpoints for run in experiment_runs(experiment)}:
-        CheckpointStore(directory).sweep()
+        CheckpointDirectory(directory).sweep()
 
 
 def experiment_runs(experiment: Path) -> list[RunDir]:
@@ -166,7 +166,7 @@ def _newest_of_experiment(experiment: Path, current: RunDir | None) -> Checkpoin
         if run == current:
             continue
         try:
-            checkpoint = CheckpointStore(run.checkpoints).latest_good()
+            checkpoint = CheckpointDirectory(run.checkpoints).latest_good()
         except CheckpointError as error:  # an older run may still have a good one
             all_damaged = all_damaged or error
             continue

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, one_line
 from roll_core.runtime.cluster.concurrency import cancel_all, in_daemon_thread
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.manifest import MANIFEST, STEP, parse_manifest, read_manifest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from roll_core.runtime.records.checkpoints import BestCheckpoint, Checkpoint
+    from roll_core.runtime.records.checkpoint_directory import BestCheckpoint, Checkpoint
     from roll_core.runtime.records.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class CheckpointUploader:
     def __init__(
         self,
         folder: RemoteFolder,
-        local: CheckpointStore,
+        local: CheckpointDirectory,
         run: Path,
         *,
         required: bool,
@@ -299,7 +299,7 @@ class RemoteFolder:
             with contextlib.suppress(FileNotFoundError):
                 self._files.get(f"{run}/{file}", str(into / file), recursive=True)
         origin = f"{self.url}/{name}".rstrip("/")
-        return replace(CheckpointStore.open(target), origin=origin)
+        return replace(CheckpointDirectory.open(target), origin=origin)
 
 
 def fetch_newest(folder: RemoteFolder, into: Path, *, after: float = 0.0) -> Checkpoint | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.runtime.records.checkpoints import Checkpoint
+    from roll_core.runtime.records.checkpoint_directory import Checkpoint
     from roll_core.spec.model import ModelSpec
 
 log = logging.getLogger(__name__)

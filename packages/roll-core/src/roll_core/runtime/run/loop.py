@@ -47,7 +47,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.concurrency import cancel_all, in_daemon_thread
 from roll_core.runtime.cluster.memory_use import by_process
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.records.checkpoints import BestMetric, CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import BestMetric, CheckpointDirectory
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.guards import Guards
 from roll_core.runtime.records.ledger import Ledger
@@ -62,9 +62,9 @@ from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
 from roll_core.runtime.run.assemble import start_roles
 from roll_core.runtime.run.checkpoint_store import CheckpointUploader, RemoteFolder, fetch_newest
-from roll_core.runtime.run.checkpointing import RunSaver, SavedRun, check_fits, load_run
 from roll_core.runtime.run.identity import RunIdentity, changes, check_identity, log_changes
 from roll_core.runtime.run.profiling import StepProfiler
+from roll_core.runtime.run.run_saver import RunSaver, SavedRun, check_fits, load_run
 from roll_core.runtime.run.stopping import StopSignals, ignoring_stop_signals
 from roll_core.runtime.run.tokenizer import prepare_tokenizer
 from roll_core.runtime.workers.build import model_spec
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from roll_core.config import LoadedConfig
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import Executor
-    from roll_core.runtime.records.checkpoints import BestCheckpoint, Checkpoint
+    from roll_core.runtime.records.checkpoint_directory import BestCheckpoint, Checkpoint
     from roll_core.runtime.records.logs import RunLogging
     from roll_core.runtime.records.record import Outcome
     from roll_core.spec.pipeline import Pipeline, Tracker
@@ -244,7 +244,7 @@ class _Driver:
         source = self.loaded.sources[0] if self.loaded.sources else self.run_dir.config
         self.best_metric = BestMetric(self.config.save_best, str(source))
         self.stop = StopSignals(self.config.preemption_timeout)
-        self.store = CheckpointStore(self.run_dir.checkpoints, self.config.max_ckpt_to_keep)
+        self.checkpoints = CheckpointDirectory(self.run_dir.checkpoints, self.config.max_ckpt_to_keep)
         self.id = f"{self.run_dir.path.name}-{secrets.token_hex(4)}"
         """Unique on all hosts."""
         self.file_checks = [self.logs.check]
@@ -312,7 +312,7 @@ class _Driver:
                     if self.uploader is not None:
                         await self.uploader.probe()
                         await saving.enter_async_context(self.uploader)
-                    saver = RunSaver(run, self.pipeline, self.store, self._completed, best, identity)
+                    saver = RunSaver(run, self.pipeline, self.checkpoints, self._completed, best, identity)
                     await saving.enter_async_context(saver)
                     await self._steps(run, num_steps, executor, saver, checkpoint)
                 await self._export(run)
@@ -362,15 +362,17 @@ class _Driver:
         if checkpoint is not None:
             check_fits(checkpoint, config, self.registry)
             self.continued = RunIdentity.read(SavedRun.of(checkpoint).identity)
-            self.store.after = max(_created(checkpoint.path), *map(_created, checkpoint.path.parent.glob("step-*")))
-            self.store.earlier = earlier_checkpoints(self.run_dir.experiment, self._attempts)
+            self.checkpoints.after = max(
+                _created(checkpoint.path), *map(_created, checkpoint.path.parent.glob("step-*"))
+            )
+            self.checkpoints.earlier = earlier_checkpoints(self.run_dir.experiment, self._attempts)
         self.record.update(id=self.id)
         if store is not None:
             url, options = f"{store.url.rstrip('/')}/{config.exp_name}", store.storage_options
             folder = RemoteFolder(f"{url}/{self.id}", options)
             earlier = [(RemoteFolder(f"{url}/{id}", options), step) for id, step in self._attempts.items()]
             self.uploader = CheckpointUploader(
-                folder, self.store, self.run_dir.path, required=store.required, earlier=earlier
+                folder, self.checkpoints, self.run_dir.path, required=store.required, earlier=earlier
             )
             self.record.update(checkpoint_store=folder.url)
         return checkpoint
@@ -494,7 +496,7 @@ class _Driver:
                 self._record(run.step, num_steps, metrics)
                 best = self.best_metric.improved(run.step, metrics, saver.best, str(resumed))
                 if best is not None:  # the resumed checkpoint itself
-                    saver.best, self.store.best = best, best.step
+                    saver.best, self.checkpoints.best = best, best.step
                     self._record_best(best)
                 self.best_metric.check()
         while run.step < num_steps:
@@ -513,7 +515,7 @@ class _Driver:
             self.console.step(run.step, metrics, line=self._is_logged(run.step, num_steps, metrics))
             self.events.step_finished(run, run.step, metrics)
             self._check_files()
-            best = self.best_metric.improved(run.step, metrics, saver.best, str(self.store.path(run.step)))
+            best = self.best_metric.improved(run.step, metrics, saver.best, str(self.checkpoints.path(run.step)))
             due = config.save_steps and (run.step % config.save_steps == 0 or last)
             if best is not None or due or self.stop.requested:
                 await saver.save(evaluation_due=self.evaluation_due, best=best)

@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.data.module_rows import balance_rows, check_rows
-from roll_core.data.pack import balance, rollouts, totals
+from roll_core.data.pack import balance, count_totals, rollouts
 from roll_core.errors import CheckpointError, RollError, UnsupportedError, WorkerDiedError, WorkerTimeoutError
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.cluster.leases import SlotLeases
@@ -51,7 +51,7 @@ WEIGHTS = frozenset({"weights"})
 TRAINED = frozenset({"weights", "grads", "optimizer"})
 """Parts of a training role on its slots."""
 ENGINE = frozenset({"engine"})
-ATTEMPTS = 3
+RESTART_ATTEMPTS = 3
 """Restarts of all replicas of a role per call. The limit matters for a prompt that crashes every replica."""
 PORTABLE = "portable"
 """Folder of the portable state in a checkpoint, beside the folders `rank-<n>`."""
@@ -178,7 +178,7 @@ class GroupTrainRole(TrainRole):
 
         async def step(indices: list[int], epoch: int) -> list[tuple[LossMetrics, StepStats]]:
             batch = [sequences[i] for i in indices]
-            shares, denominators = balance(batch, self.data_parallel), totals(batch, max_length=max_length)
+            shares, denominators = balance(batch, self.data_parallel), count_totals(batch, max_length=max_length)
             return await call.each(
                 [call.args([batch[i] for i in shares[rank.index]], loss, denominators) for rank in self._ranks]
             )
@@ -499,11 +499,11 @@ class GroupInferRole(InferRole):
         """Await generation results while holding a lease. Restarts the replicas whenever none is alive.
 
         Unfinished requests then continue on the new replicas. Raises `WorkerDiedError` of the last replica if all
-        replicas exit again after `ATTEMPTS` restarts.
+        replicas exit again after `RESTART_ATTEMPTS` restarts.
         """
         task = asyncio.create_task(waiting)
         try:
-            for _ in range(ATTEMPTS):
+            for _ in range(RESTART_ATTEMPTS):
                 if await self._is_done(task):
                     return await task
                 async with self._restarting:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import ConfigError, DataError, PluginError, RollError, WorkerError, chain, one_line
 from roll_core.plugins.attribution import raised_by
 from roll_core.plugins.targets import known_errors
-from roll_core.runtime.records.checkpoints import CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.record import read_record
 from roll_core.spec.providers import KnownErrorsProvider
 
@@ -60,7 +60,7 @@ def how_to_resume(
     record = read_record(run_dir.record)
     if record.get("outcome") == "finished":
         return []
-    saved = CheckpointStore(run_dir.checkpoints).list()
+    saved = CheckpointDirectory(run_dir.checkpoints).list()
     step = saved[-1].step if saved else record.get("resumed_step", 0)
     if not step:
         return [("resume", f"no checkpoint was saved (save_steps: {loaded.config.save_steps})")]

@@ -20,8 +20,8 @@ from roll_core.errors import (
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe
 from roll_core.runtime.run.roles import ENGINE, WEIGHTS
-from roll_core.runtime.weights.broadcaster import WeightBroadcaster
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
+from roll_core.runtime.weights.publisher import WeightPublisher
 from roll_core.runtime.workers.build import served_adapters
 from roll_core.runtime.workers.infer import InferWorker
 from roll_core.runtime.workers.train import TrainWorker
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.record import RunRecord
     from roll_core.runtime.run.active_run import ActiveRun
     from roll_core.runtime.run.roles import GroupInferRole
-    from roll_core.runtime.weights.broadcaster import SyncReport
+    from roll_core.runtime.weights.publisher import SyncReport
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.transport import DeviceFacts
     from roll_core.types import TokenIds
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 PROBE_TOKENS = 32
-ATTEMPTS = 3
+PUBLISH_ATTEMPTS = 3
 """Maximum number of publishes of one version, if replicas exit or hang during a publish."""
 
 
@@ -51,7 +51,7 @@ ATTEMPTS = 3
 class _Link:
     """State of weight sync between one trainer and one engine."""
 
-    broadcaster: WeightBroadcaster
+    publisher: WeightPublisher
     version: int = -1
     """Last version that was published to the engine; -1 before the first."""
     readings: dict[int, ProbeReading] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class WeightSyncController:
             }
         link.version, self._sources[target] = version, source
         engine.received(version)
-        if link.broadcaster.plan.transport.in_process and target not in self._run.busy_roles:
+        if link.publisher.plan.transport.in_process and target not in self._run.busy_roles:
             self._run.leases.share(source, WEIGHTS, target)
         # Scheduled by step number, so that a resumed run is probed at the same steps as an uninterrupted one. A probe
         # is also due at the first publish, and at the first publish with changed weights.
@@ -139,10 +139,10 @@ class WeightSyncController:
         attempts, because an interrupted replica holds weights of mixed versions.
         """
         async with engine.queue.paused(in_flight=engine.capabilities.in_flight_update):
-            for left in reversed(range(ATTEMPTS)):
+            for left in reversed(range(PUBLISH_ATTEMPTS)):
                 try:
                     await engine.revive()
-                    return await link.broadcaster.publish(version, changed_at=changed_at)
+                    return await link.publisher.publish(version, changed_at=changed_at)
                 except (WorkerDiedError, WeightSyncError) as error:
                     ranks = error.ranks if isinstance(error, ReceiverTimeoutError) else ()
                     if not left or not (
@@ -183,15 +183,15 @@ class WeightSyncController:
                     device_digests=on_devices,
                     shares_tensors=target not in run.busy_roles,
                 )
-                broadcaster = WeightBroadcaster(trainer.group, engine.group, plan)
-                failure = await _self_test_failure(broadcaster) if route.self_test else ""
+                publisher = WeightPublisher(trainer.group, engine.group, plan)
+                failure = await _self_test_failure(publisher) if route.self_test else ""
                 if failure:
                     failures.append(f"{route.label}: {failure}" if route.label else failure)
                     continue
                 name, why = choice.provider.name, "; ".join(filter(None, [*choice.passed_over, *failures, route.note]))
                 log.info("weights of %s reach %s by %s%s", source, target, name, why and f" ({why})")
                 self._record.weight_transport(source, target, name)
-                link = self._links[source, target] = _Link(broadcaster)
+                link = self._links[source, target] = _Link(publisher)
                 return link
             rejected[choice.provider.name] = "; ".join(failures)
 
@@ -239,10 +239,10 @@ class WeightSyncController:
         return {} if gap is None else {"weight_sync/logprob_probe": gap}
 
 
-async def _self_test_failure(broadcaster: WeightBroadcaster) -> str:
+async def _self_test_failure(publisher: WeightPublisher) -> str:
     """Why the self-test failed; empty if it passed."""
     try:
-        await broadcaster.self_test()
+        await publisher.self_test()
     except WorkerDiedError:
         raise
     except RollError as error:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """Parameters of one publish, sent to both sides. `WeightBroadcaster` sets those that each publish determines."""
+    """Parameters of one publish, sent to both sides. `WeightPublisher` sets those that each publish determines."""
 
     transport: WeightTransportProvider
     version: int = 0

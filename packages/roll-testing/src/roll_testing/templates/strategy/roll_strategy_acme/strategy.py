@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from roll_core.algorithms.optimizers import adamw
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import StepStats, TrainStrategy
-from roll_modeling.checkpoints import STATE, check_names, read_state, reading, write_json
 from roll_modeling.export import write_model
 from roll_modeling.model import load_model
 from roll_modeling.optimizer import clip_factor, moments, schedule
+from roll_modeling.state_files import STATE, check_names, read_state, reading, write_json
 from roll_modeling.task_model import TaskModel, finite_loss, plain_metrics
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from roll_core.errors import CheckpointError
-from roll_modeling.checkpoints import (
+from roll_modeling.offload import host_copies
+from roll_modeling.state_files import (
     STATE,
     check_names,
     check_tensor,
@@ -34,7 +35,6 @@ from roll_modeling.checkpoints import (
     shared_folder,
     write_json,
 )
-from roll_modeling.offload import host_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

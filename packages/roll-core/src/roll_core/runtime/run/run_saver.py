@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, CheckpointMismatchError, ContractError
-from roll_core.runtime.records.checkpoints import STATE, Checkpoint
+from roll_core.runtime.records.checkpoint_directory import STATE, Checkpoint
 from roll_core.runtime.records.manifest import is_inside
 from roll_core.spec.providers import PipelineProvider, TrainProvider
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from roll_core.plugins.registry import Registry
-    from roll_core.runtime.records.checkpoints import BestCheckpoint, CheckpointStore
+    from roll_core.runtime.records.checkpoint_directory import BestCheckpoint, CheckpointDirectory
     from roll_core.runtime.run.active_run import ActiveRun
     from roll_core.runtime.run.identity import RunIdentity
     from roll_core.runtime.run.roles import GroupTrainRole
@@ -164,18 +164,18 @@ class RunSaver:
         self,
         run: ActiveRun,
         pipeline: Pipeline[Any],
-        store: CheckpointStore,
+        directory: CheckpointDirectory,
         completed: Callable[[Checkpoint, BestCheckpoint | None], None],
         best: BestCheckpoint | None = None,
         identity: RunIdentity | None = None,
     ) -> None:
         """`completed` is called with each complete checkpoint and the best one so far. `best`: that of the resumed
         run."""
-        self._run, self._pipeline, self._store, self._completed = run, pipeline, store, completed
+        self._run, self._pipeline, self._directory, self._completed = run, pipeline, directory, completed
         self._identity = identity
         self._finishing: asyncio.Task[None] | None = None
         if best is not None:
-            store.best = best.step
+            directory.best = best.step
         self.best = best
         """The best checkpoint by `save_best`; None if there is none. It may be in progress."""
 
@@ -188,7 +188,7 @@ class RunSaver:
         with self._run.stage("checkpoint"):
             await self._wait()
             if best is not None:
-                self.best, self._store.best = best, best.step
+                self.best, self._directory.best = best, best.step
             await self._save(evaluation_due)
 
     async def finish(self) -> None:
@@ -226,7 +226,7 @@ class RunSaver:
         )
         async with AsyncExitStack() as writing:
             try:
-                path = await writing.enter_async_context(self._store.writing_aside(run.step, asdict(saved)))
+                path = await writing.enter_async_context(self._directory.writing_aside(run.step, asdict(saved)))
             except (TypeError, ValueError) as error:  # of JSON
                 owner = run.registry.owner(run.registry.find(PipelineProvider, run.config.pipeline))
                 raise ContractError(f"{owner}: state() has values that are not plain JSON: {error}") from error
@@ -244,7 +244,7 @@ class RunSaver:
 
         async with writing:
             await gather([role.finish_save() for role in roles])
-        self._completed(Checkpoint(step, self._store.path(step)), self.best)
+        self._completed(Checkpoint(step, self._directory.path(step)), self.best)
 
     async def _wait(self) -> None:
         """Wait for the background task. Cancelling this call cancels the task too."""

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from roll_modeling.checkpoints import (
+from roll_modeling.state_files import (
     STATE,
     check_names,
     check_tensor,

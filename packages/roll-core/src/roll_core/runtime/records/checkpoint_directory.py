@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STATE = "state.json"
-"""File of a checkpoint with the `state` that was passed to `CheckpointStore.writing`."""
+"""File of a checkpoint with the `state` that was passed to `CheckpointDirectory.writing`."""
 
 _WORKING = re.compile(r"\.step-\d+\.(?:tmp|old)-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _MINE: set[str] = set()
@@ -66,7 +66,7 @@ class Checkpoint:
         return self.path.parent.parent
 
 
-class CheckpointStore:
+class CheckpointDirectory:
     """The checkpoints of one run. One process writes; any process may read."""
 
     def __init__(self, directory: Path, keep: int = 0) -> None:
@@ -79,7 +79,7 @@ class CheckpointStore:
         """Steps that are retained until their upload has ended."""
         self.after = 0.0
         """Unix time of the newest checkpoint of the run that this one continues: later ones are newer on any clock."""
-        self.earlier: Sequence[tuple[CheckpointStore, int]] = ()
+        self.earlier: Sequence[tuple[CheckpointDirectory, int]] = ()
         """Checkpoints of the attempts that this run continues, each up to a step. `keep` counts them too."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class CheckpointStore:
         """Verify and return the checkpoint at `path`. Raises `CheckpointError` that lists the damage."""
         problems = verify(path)
         if problems:
-            others = [c for c in CheckpointStore(path.parent).list() if c.path != path and not verify(c.path)]
+            others = [c for c in CheckpointDirectory(path.parent).list() if c.path != path and not verify(c.path)]
             newest = f"resume from the newest intact one, {others[-1].path}" if others else "the run has no intact one"
             raise CheckpointError(f"checkpoint {path} is damaged: {_enumerate(problems)}; {newest}")
         return Checkpoint(read_manifest(path).step, path)
@@ -175,17 +175,17 @@ class CheckpointStore:
         if not self.keep:
             return
         stored = [
-            (store, checkpoint)
-            for store, last in self.earlier
-            for checkpoint in store.list()
+            (directory, checkpoint)
+            for directory, last in self.earlier
+            for checkpoint in directory.list()
             if checkpoint.step <= last
         ]
         stored += [(self, checkpoint) for checkpoint in self.list()]
-        for store, checkpoint in sorted(stored, key=lambda entry: entry[1].step)[: -self.keep]:
+        for directory, checkpoint in sorted(stored, key=lambda entry: entry[1].step)[: -self.keep]:
             if checkpoint.step == self.best or checkpoint.step in self.pinned:
                 continue
             try:
-                shutil.rmtree(store._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
+                shutil.rmtree(directory._move_aside(checkpoint.path, checkpoint.step), ignore_errors=True)
             except OSError as error:
                 logger.warning("%s could not be removed: %s", checkpoint.path, error)
 

@@ -64,7 +64,7 @@ class SyncReport:
     are computed while copying count as copying; `benchmarks/sync.py` separates them."""
 
 
-class WeightBroadcaster:
+class WeightPublisher:
     """Publishes the weights of one train role to one infer role. One publish at a time."""
 
     def __init__(self, train: WorkerGroup, infer: WorkerGroup, plan: SyncPlan) -> None:

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, NoCheckpointError
-from roll_core.runtime.records.checkpoints import STATE, BestCheckpoint, Checkpoint, CheckpointStore
+from roll_core.runtime.records.checkpoint_directory import STATE, BestCheckpoint, Checkpoint, CheckpointDirectory
 from roll_core.runtime.records.manifest import STEP, read_manifest, verify
 from roll_core.runtime.records.run_dir import experiment_runs
-from roll_core.runtime.run.checkpointing import SavedRun
+from roll_core.runtime.run.run_saver import SavedRun
 from roll_tools.open_run import is_run, open_run
 
 if TYPE_CHECKING:
@@ -68,9 +68,11 @@ def list_checkpoints(place: Path | str, *, as_json: bool, digests: bool, store: 
     if isinstance(place, str):
         rows = list(_remote_rows(place, store, digests=digests))
     else:
-        stores = checkpoint_stores(place)
-        best = _best(stores)
-        rows = [_row(checkpoint, digests=digests, best=best) for store in stores for checkpoint in store.list()]
+        directories = checkpoint_directories(place)
+        best = _best(directories)
+        rows = [
+            _row(checkpoint, digests=digests, best=best) for directory in directories for checkpoint in directory.list()
+        ]
     if as_json:
         _print_json(rows)
     elif rows:
@@ -106,25 +108,25 @@ def verify_checkpoints(places: Sequence[Path | str], *, as_json: bool, store: Ma
     return 1 if damaged else 0
 
 
-def checkpoint_stores(place: str | Path) -> list[CheckpointStore]:
-    """Checkpoint stores of a run, of all runs of an experiment (oldest first), or of a directory of checkpoints.
+def checkpoint_directories(place: str | Path) -> list[CheckpointDirectory]:
+    """Checkpoint directories of a run, of all runs of an experiment (oldest first), or of a directory of checkpoints.
 
     Raises `RunDirectoryError` if `place` is none of these.
     """
     path = Path(os.path.expanduser(place)).absolute()
-    if CheckpointStore(path).list():
-        return [CheckpointStore(path)]
+    if CheckpointDirectory(path).list():
+        return [CheckpointDirectory(path)]
     runs = experiment_runs(path)
     if runs and not is_run(path):
-        return [CheckpointStore(run.checkpoints) for run in runs]
-    return [CheckpointStore(open_run(path).checkpoints)]
+        return [CheckpointDirectory(run.checkpoints) for run in runs]
+    return [CheckpointDirectory(open_run(path).checkpoints)]
 
 
 def _named(place: Path) -> list[Checkpoint]:
     path = Path(os.path.expanduser(place)).absolute()
-    if path.is_dir() and CheckpointStore.is_checkpoint(path):
+    if path.is_dir() and CheckpointDirectory.is_checkpoint(path):
         return [_unverified(path)]
-    found = [checkpoint for store in checkpoint_stores(place) for checkpoint in store.list()]
+    found = [checkpoint for directory in checkpoint_directories(place) for checkpoint in directory.list()]
     if not found:
         raise NoCheckpointError(f"{place} has no checkpoint")
     return found
@@ -207,15 +209,15 @@ def _intact(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow])
     """Yield the newest intact checkpoint of each directory with a damaged one."""
     bad = {row.path for row in damaged}
     for directory in dict.fromkeys(each.path.parent for each in checkpoints if str(each.path) in bad):
-        good = [each.path for each in CheckpointStore(directory).list() if not verify(each.path)]
+        good = [each.path for each in CheckpointDirectory(directory).list() if not verify(each.path)]
         yield f"newest intact checkpoint in {directory}: {good[-1].name if good else 'none'}"
 
 
-def _best(stores: Iterable[CheckpointStore]) -> dict[str, dict[str, Any]]:
+def _best(directories: Iterable[CheckpointDirectory]) -> dict[str, dict[str, Any]]:
     """Metric and value of the best checkpoint of each run, by path, as the run's newest checkpoint states it."""
     found = {}
-    for store in stores:
-        for checkpoint in store.list()[-1:]:
+    for directory in directories:
+        for checkpoint in directory.list()[-1:]:
             with suppress(CheckpointError):
                 best = BestCheckpoint.read(SavedRun.of(checkpoint).best, checkpoint.path)
                 if best is not None:
