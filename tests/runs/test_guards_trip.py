@@ -83,7 +83,7 @@ def test_a_publish_that_broke_off_ends_the_run_whatever_the_guard_says(local_run
 def test_a_probe_on_which_the_sides_disagree_ends_the_run(local_runs, monkeypatch):
     def reading(gap):
         zeros = np.zeros(1, np.float32)
-        return ProbeReading(Compared(np.ones(1, np.int64), zeros + gap, zeros), None)
+        return ProbeReading((Compared(np.ones(1, np.int64), zeros + gap, zeros),), ())
 
     async def far_apart(*arguments, **given):
         return {0: reading(0.1), 1: reading(0.7)}
@@ -108,7 +108,7 @@ def test_an_engine_that_confirms_weights_that_it_never_loads_is_found_at_the_sec
 
     async def probe_engine(*roles, can, **options):
         readings = await probe(*roles, can=replace(can, prompt_logprobs=prompt_logprobs), **options)
-        assert all((reading.fixed is not None) == prompt_logprobs for reading in readings.values())
+        assert all(bool(reading.fixed) == prompt_logprobs for reading in readings.values())
         return readings
 
     monkeypatch.setattr(controller, "logprob_probe", probe_engine)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
-from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe
+from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe, mean_gap
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.providers import InferCapabilities
 from roll_core.types import Completion, CompletionOutput
@@ -35,12 +35,16 @@ class Engine:
         self.replicas, self.sampled, self.logprobs = replicas, sampled, logprobs
         self.seeds = set()
 
-    async def generate_on_each(self, request):
+    async def generate_on_each(self, requests):
+        answers = [await self.answer(request) for request in requests]
+        return {rank: [each[rank] for each in answers] for rank in range(len(self.replicas))}
+
+    async def answer(self, request):
+        """Completions of one request by rank."""
         assert request.params.temperature == 1
         assert request.priority < 0
         self.seeds.add(request.params.seed)
         if not request.prompt_logprobs:
-            assert TOKENS[: len(request.prompt_ids)].tolist() == request.prompt_ids.tolist()
             ids, logprobs = np.array(self.sampled, np.int64), np.array(self.logprobs, np.float32)
             output = CompletionOutput(
                 token_ids=ids, logprobs=logprobs, versions=np.zeros(len(ids), np.int32), finish_reason="length"
@@ -56,6 +60,9 @@ class Engine:
         }
 
 
+CAN = InferCapabilities(prompt_logprobs=True)
+
+
 def readings(trainer, engine, *, vocab_size=9, replays_experts=False, **can):
     capabilities = InferCapabilities(**{"prompt_logprobs": True, **can})
     options = {"can": capabilities, "vocab_size": vocab_size, "replays_experts": replays_experts}
@@ -63,7 +70,7 @@ def readings(trainer, engine, *, vocab_size=9, replays_experts=False, **can):
 
 
 def probe(trainer, engine):
-    return {rank: reading.fixed.gap for rank, reading in readings(trainer, engine).items()}
+    return {rank: mean_gap(reading.fixed) for rank, reading in readings(trainer, engine).items()}
 
 
 def test_the_gap_is_the_mean_over_all_tokens_but_the_first():
@@ -92,8 +99,8 @@ class ReplayingTrainer(Trainer):
 class RoutingEngine(Engine):
     """Each replica has another expert for the third token."""
 
-    async def generate_on_each(self, request):
-        found = await super().generate_on_each(request)
+    async def answer(self, request):
+        found = await super().answer(request)
         assert request.routed_experts
         for rank, completion in found.items():
             output = CompletionOutput(
@@ -110,8 +117,8 @@ class RoutingEngine(Engine):
 def test_with_router_replay_tokens_have_the_experts_of_each_replica():
     engine = RoutingEngine([0, -1, -2, -3], [0, -1, -2, -4], [0, -1, -2, -3.5])
     found = readings(ReplayingTrainer(), engine, replays_experts=True)
-    assert {rank: reading.fixed.gap for rank, reading in found.items()} == {0: 0, 1: 0, 2: pytest.approx(0.5)}
-    assert {rank: reading.sampled.gap for rank, reading in found.items()} == {0: 0.5, 1: 1.5, 2: 2.5}
+    assert {rank: mean_gap(reading.fixed) for rank, reading in found.items()} == {0: 0, 1: 0, 2: pytest.approx(0.5)}
+    assert {rank: mean_gap(reading.sampled) for rank, reading in found.items()} == {0: 0.5, 1: 1.5, 2: 2.5}
 
 
 def test_each_replica_has_a_gap_of_its_own():
@@ -148,14 +155,14 @@ def test_tokens_that_an_engine_sampled_are_compared_also_without_prompt_logprobs
     # |-4 - -2|, |-2 - -1|: logprobs that are doubled.
     engine = Engine([], sampled=[2, 1], logprobs=[-4, -2])
     (reading,) = readings(Trainer(0, -1, -2, -3), engine, prompt_logprobs=False).values()
-    assert reading.fixed is None
-    assert reading.sampled.gap == pytest.approx(1.5)
+    assert reading.fixed == ()
+    assert mean_gap(reading.sampled) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("sampled", [[], [9], [-1]])
 def test_sampled_ids_that_the_trainer_does_not_have_are_left_to_the_rollouts_checks(sampled):
     engine = Engine([0, -1, -2, -3], sampled=sampled, logprobs=[-1.0] * len(sampled))
-    assert readings(Trainer(0, -1, -2, -3), engine)[0].sampled is None
+    assert readings(Trainer(0, -1, -2, -3), engine)[0].sampled == (None,)
 
 
 def compared(engine, trainer, ids=(1, 2)):
@@ -174,8 +181,51 @@ def compared(engine, trainer, ids=(1, 2)):
 )
 @pytest.mark.parametrize("part", ["fixed", "sampled"])
 def test_an_engine_that_does_not_follow_the_trainer_is_stale(before, now, stale, part):
-    both = [ProbeReading(**({"fixed": None, "sampled": None} | {part: each})) for each in (before, now)]
+    both = [ProbeReading(**({"fixed": (), "sampled": ()} | {part: (each,)})) for each in (before, now)]
     if not stale:
         return check_follows("actor_infer rank 0", 3, *both)
     with raises_error(StaleWeightsError, "actor_infer rank 0", "3", "0.005", "0"):
         check_follows("actor_infer rank 0", 3, *both)
+
+
+NOISE = np.array([0.01, -0.01, 0.01, -0.01, 0.01])
+"""Of an engine in bf16, drawn anew at each update."""
+
+
+def test_another_expert_of_one_token_is_not_stale():
+    """The trainer's router chose another expert for the last token, whose logprob moved by 2 nats: 0.4 on average."""
+    start, ids = np.full(5, -3.0), range(5)
+    before = compared(start + NOISE, start, ids)
+    now = compared(start - NOISE, start + np.array([0.002, 0.003, -0.002, 0.001, -2]), ids)
+    assert np.abs(now.engine - before.engine).mean() < np.abs(now.trainer - before.trainer).mean() / 10
+    check_follows("actor_infer rank 0", 3, ProbeReading((before,), ()), ProbeReading((now,), ()))
+
+
+@pytest.mark.parametrize(("num_moved", "stale"), [(2, False), (3, True), (4, True)])
+def test_most_sampled_sequences_of_a_stale_engine_move_at_the_trainer_alone(num_moved, stale):
+    """Another expert for a token of a prompt moves all later tokens of its sequence, and of no other."""
+    ids, start = range(5), np.full(5, -3.0)
+    before = compared(start + NOISE, start, ids)
+    moved, still = compared(start + NOISE, start - 1, ids), compared(start + NOISE, start, ids)
+    other_tokens, nothing = compared(start, start, range(1, 6)), None
+    now = (*[moved] * num_moved, *[still, other_tokens, nothing][: 4 - num_moved])
+    both = ProbeReading((), (before,) * 4), ProbeReading((), now)
+    if not stale:
+        return check_follows("actor_infer rank 0", 3, *both)
+    with raises_error(StaleWeightsError, "actor_infer rank 0"):
+        check_follows("actor_infer rank 0", 3, *both)
+
+
+def test_each_sampled_sequence_has_a_prompt_of_its_own():
+    class Listening(Engine):
+        async def generate_on_each(self, requests):
+            self.prompts = [each.prompt_ids.tolist() for each in requests]
+            return await super().generate_on_each(requests)
+
+    class AnyTokens(Trainer):
+        async def score(self, sequences, want):
+            return ScoredSequences(logprobs=[np.zeros(len(each.tokens), np.float32) for each in sequences])
+
+    engine, tokens = Listening([0.0] * 32, sampled=[2], logprobs=[-2]), np.arange(32)
+    asyncio.run(logprob_probe(AnyTokens(), engine, tokens, max_length=64, can=CAN, vocab_size=32))
+    assert engine.prompts == [tokens.tolist(), *(list(range(i, i + 8)) for i in (0, 8, 16, 24))]

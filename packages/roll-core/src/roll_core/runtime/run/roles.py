@@ -525,14 +525,16 @@ class GroupInferRole(InferRole):
             alone.cancel()
         return task.done()
 
-    async def generate_on_each(self, request: GenerateRequest) -> dict[int, Completion]:
-        """Send one request to every replica and return the completions by rank, without replicas that exited.
+    async def generate_on_each(self, requests: Sequence[GenerateRequest]) -> dict[int, list[Completion]]:
+        """Send the requests to every replica and return the completions by rank, without replicas that exited.
 
         Raises any other error of a replica. Raises `WorkerDiedError` if every replica exited.
         """
         async with self.lease():
             calls = [
-                self.queue.generate([replace(request, id=f"{request.id}/{rank}")], replica=replica)
+                self.queue.generate(
+                    [replace(request, id=f"{request.id}/{rank}") for request in requests], replica=replica
+                )
                 for rank, replica in self._replicas.items()
             ]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -541,7 +543,7 @@ class GroupInferRole(InferRole):
         if faults or len(failures) == len(outcomes):
             raise (faults or failures)[0]
         by_replica = zip(self._replicas, outcomes, strict=True)
-        return {rank: outcome[0] for rank, outcome in by_replica if not isinstance(outcome, BaseException)}
+        return {rank: outcome for rank, outcome in by_replica if not isinstance(outcome, BaseException)}
 
     @asynccontextmanager
     async def lease(self, *, scores: bool = False) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ from roll_core.errors import (
     WorkerDiedError,
 )
 from roll_core.runtime.cluster.executors.base import WorkerStub
-from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe
+from roll_core.runtime.run.probe import ProbeReading, check_follows, logprob_probe, mean_gap
 from roll_core.runtime.run.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
 from roll_core.runtime.weights.publisher import WeightPublisher
@@ -223,10 +223,8 @@ class WeightSyncController:
 
         def check(part: str, on: str, bound: float) -> float | None:
             """Check the worst replica's gap in this part of the readings; None if no replica has the part."""
-            compared_by_rank: dict[int, Compared | None] = {
-                rank: getattr(reading, part) for rank, reading in readings.items()
-            }
-            gaps = {rank: compared.gap for rank, compared in compared_by_rank.items() if compared is not None}
+            gap_by_rank = {rank: mean_gap(getattr(reading, part)) for rank, reading in readings.items()}
+            gaps = {rank: gap for rank, gap in gap_by_rank.items() if gap is not None}
             if not gaps:
                 return None
             worst = max(gaps, key=gaps.__getitem__)
