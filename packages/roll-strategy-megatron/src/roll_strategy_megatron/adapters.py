@@ -84,7 +84,7 @@ class Adapter(nn.Module):
         self._transform, self._sizes = held.rule.transform, sizes
         empty = torch.empty(weight.shape, device="meta")
         shaped = empty.reshape(self._transform.whole_shape(empty, 1, sizes))
-        self._rows = [len(each) for each in self._transform.split(shaped, num_parts, sizes)]
+        self._rows = [len(rows) for rows in self._transform.split(shaped, num_parts, sizes)]
         self.factors_a, self.factors_b = nn.ParameterDict(), nn.ParameterDict()
 
     def add(self, part: int, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
@@ -95,8 +95,8 @@ class Adapter(nn.Module):
         # With sequence parallelism, a rank's gradient of a replicated factor only covers its own tokens.
         partial_a = self.sequence_parallel and self.cut != "inputs"
         partial_b = self.sequence_parallel and self.cut != "outputs"
-        for each, partial in ((a_RI, partial_a), (b_OR, partial_b)):
-            each.sequence_parallel = partial  # type: ignore[attr-defined]
+        for factor, partial in ((a_RI, partial_a), (b_OR, partial_b)):
+            factor.sequence_parallel = partial  # type: ignore[attr-defined]
         self.factors_a[str(part)], self.factors_b[str(part)] = a_RI, b_OR
         return a_RI, b_OR
 
@@ -104,9 +104,9 @@ class Adapter(nn.Module):
         """Forward hook of a layer: add the adapter's output."""
         if not self.enabled:
             return output
-        found, bias = output
+        base, bias = output
         delta_LO = self(inputs[0].flatten(0, -2))
-        return (found + delta_LO.view(found.shape)).to(found.dtype), bias
+        return (base + delta_LO.view(base.shape)).to(base.dtype), bias
 
     def forward(self, x_LI: Tensor) -> Tensor:
         """The adapter's output, `[L, O]` in float32."""
@@ -118,10 +118,10 @@ class Adapter(nn.Module):
                 parts.append(F.linear(low_LR, self.factors_b[str(part)]))
             else:
                 parts.append(None)
-        known = next(each for each in parts if each is not None)
+        known = next(factor for factor in parts if factor is not None)
         columns = [
-            (known.new_zeros(len(known), rows) if each is None else each).T
-            for each, rows in zip(parts, self._rows, strict=True)
+            (known.new_zeros(len(known), rows) if factor is None else factor).T
+            for factor, rows in zip(parts, self._rows, strict=True)
         ]
         return self._transform.join(columns, self._sizes).flatten(0, -2).T * self.scale
 
@@ -161,19 +161,19 @@ class GroupedAdapters(nn.ModuleList):
 
     def added(self, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Forward hook of the layer. Its tokens are sorted by expert, and every expert has an adapter."""
-        adapters: list[Any] = sorted(self, key=lambda each: each.held.expert)
+        adapters: list[Any] = sorted(self, key=lambda adapter: adapter.held.expert)
         if not adapters[0].enabled:
             return output
-        (tokens, counts), (found, bias) = inputs, output
+        (tokens, counts), (base, bias) = inputs, output
         parts = torch.split(tokens, counts)
         delta = torch.cat([adapter(part) for adapter, part in zip(adapters, parts, strict=True)])
-        return (found + delta).to(found.dtype), bias
+        return (base + delta).to(base.dtype), bias
 
 
 def partial_factors(adapters: Sequence[Adapter]) -> list[nn.Parameter]:
     """Factors whose gradient is a partial sum over the ranks that shard an expert."""
-    found: list[nn.Parameter] = []
-    for each in adapters:
-        if each.is_expert and each.cut != "nothing":
-            found += (each.factors_a if each.cut == "outputs" else each.factors_b).values()
-    return found
+    factors: list[nn.Parameter] = []
+    for adapter in adapters:
+        if adapter.is_expert and adapter.cut != "nothing":
+            factors += (adapter.factors_a if adapter.cut == "outputs" else adapter.factors_b).values()
+    return factors

@@ -62,7 +62,7 @@ class PackedAttention(nn.Module):
         layout = packed_seq_params.layout
         if self.cp_group.size() > 1:
             return self._shared(query, key, value, layout).flatten(1)
-        found, _ = flat_attention(
+        attended, _ = flat_attention(
             self,
             _heads_first(query),
             _heads_first(key),
@@ -74,7 +74,7 @@ class PackedAttention(nn.Module):
             s_aux=self.softmax_offset,
             sliding_window=self.window,
         )
-        return found[0].flatten(1)
+        return attended[0].flatten(1)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, layout: FlatLayout) -> Tensor:
         """`[L, H, D]`. Values are padded to the keys' size for the exchange."""
@@ -86,31 +86,34 @@ class PackedAttention(nn.Module):
             torch.stack([key, value], dim=1).contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
         )
         # Per rank, then per sequence: its front piece and its back piece.
-        by_rank = [torch.split(each, shares) for each in torch.split(both, sum(shares))]
+        by_rank = [torch.split(gathered, shares) for gathered in torch.split(both, sum(shares))]
         pieces = [share // 2 for share in shares for _ in range(2)]
         seen: list[Tensor] = []  # keys and values that each piece of queries attends to
-        for at, share in enumerate(shares):
-            halves = [each[at].chunk(2) for each in by_rank]
-            whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
+        for index, share in enumerate(shares):
+            halves = [sequences[index].chunk(2) for sequences in by_rank]
+            sequence = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
             piece = share // 2
             for number in (rank, 2 * size - 1 - rank):
                 end = (number + 1) * piece
                 first = max(0, end - piece - self.window + 1) if self.window else 0
-                seen.append(whole[first:end])
+                seen.append(sequence[first:end])
         softcap, sinks_H = self.softcap, self.softmax_offset
         kernel = varlen_kernel(
             query.device, query.dtype, query.shape[-1], softcap=softcap != 0, sinks=sinks_H is not None
         )
         if kernel is not None:
             key, value = torch.cat(seen).unbind(1)
-            queries, keys = (Sequences.of(each, query.device) for each in (pieces, [len(each) for each in seen]))
-            found = kernel(
+            queries, keys = (
+                Sequences.of(counts, query.device)
+                for counts in (pieces, [len(keys_of_piece) for keys_of_piece in seen])
+            )
+            attended = kernel(
                 query, key, value, queries, keys, scale=self.scale, window=self.window, softcap=softcap, sinks_H=sinks_H
             )
         else:
             parts = zip(torch.split(query, pieces), seen, strict=True)
-            found = torch.cat([self._attend(layout, part, *each.unbind(1)) for part, each in parts])
-        return found[..., :value_size]
+            attended = torch.cat([self._attend(layout, part, *keys_values.unbind(1)) for part, keys_values in parts])
+        return attended[..., :value_size]
 
     def _attend(self, layout: FlatLayout, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention of queries that are the last tokens of the keys' sequence."""
@@ -129,9 +132,9 @@ class PackedAttention(nn.Module):
         seen: Tensor = causal_lower_right(query.shape[0], key.shape[0])
         if self.window:
             before = key.shape[0] - query.shape[0]
-            whole = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)
-            seen = whole.tril(before).triu(before - self.window + 1)
-        found = F.scaled_dot_product_attention(
+            full_mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device)
+            seen = full_mask.tril(before).triu(before - self.window + 1)
+        attended = F.scaled_dot_product_attention(
             _heads_first(query),
             _heads_first(key),
             _heads_first(value),
@@ -139,9 +142,9 @@ class PackedAttention(nn.Module):
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return found[0].transpose(0, 1)
+        return attended[0].transpose(0, 1)
 
 
-def _heads_first(each: Tensor) -> Tensor:
+def _heads_first(tensor: Tensor) -> Tensor:
     """Transpose `[L, H, D]` to `[1, H, L, D]`."""
-    return each.transpose(0, 1)[None]
+    return tensor.transpose(0, 1)[None]

@@ -58,8 +58,8 @@ class Balancing:
         """This replica's contribution to `METRICS` since `begin`. Collective over the ranks of a replica."""
         for group in (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()):
             dist.all_reduce(self._means_2, group=group)
-        wanted = (self.aux_coeff > 0, self.z_coeff > 0)
-        return {name: mean for name, mean, here in zip(METRICS, self._means_2.tolist(), wanted, strict=True) if here}
+        enabled = (self.aux_coeff > 0, self.z_coeff > 0)
+        return {name: mean for name, mean, here in zip(METRICS, self._means_2.tolist(), enabled, strict=True) if here}
 
 
 class BalancedRouter(TopKRouter):  # type: ignore[misc]
@@ -78,8 +78,8 @@ class BalancedRouter(TopKRouter):  # type: ignore[misc]
         if padding_mask is not None and torch.is_grad_enabled():
             losses_2 = self._losses(logits.flatten(0, -2), padding_mask.T.float())
             logits = MoEAuxLossAutoScaler.apply(logits, self.balancing.objective(losses_2))
-        found: tuple[Tensor, Tensor] = super().routing(logits)
-        return found
+        routes: tuple[Tensor, Tensor] = super().routing(logits)
+        return routes
 
     def _losses(self, logits_LE: Tensor, members_SL: Tensor) -> Tensor:
         """The load-balancing loss and the z-loss, `[2]`, summed over sequences; this rank's part for sequences split

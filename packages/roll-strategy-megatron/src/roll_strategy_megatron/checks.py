@@ -22,15 +22,17 @@ def layers(context: CheckContext) -> Iterator[CheckResult]:
     asked = _asked(context)
     if context.config is not None and not asked:
         return
-    asking = [role for role, wanted in asked.items() if wanted == ENGINE]
+    asking = [role for role, choice in asked.items() if choice == ENGINE]
     version = _version("transformer-engine")
     good = version is not None and Version(version) >= Version(OLDEST)
     level: Level = "ok" if good else "error" if asking else "note"
-    found = version or "not installed"
+    installed = version or "not installed"
     yield CheckResult(
         level=level,
         subject="transformer-engine",
-        found=found if good or asking else f"{found}: layers are Megatron's own, experts are computed one by one",
+        found=installed
+        if good or asking
+        else f"{installed}: layers are Megatron's own, experts are computed one by one",
         wanted=f"{OLDEST} or newer" + (f", of which {', '.join(asking)} asks for layers" if asking else ""),
         remedy="" if good else install(),
     )
@@ -45,13 +47,13 @@ def layers(context: CheckContext) -> Iterator[CheckResult]:
 
 def _asked(context: CheckContext) -> dict[str, str]:
     """`transformer_impl` by role, for the roles that run on Megatron in this environment."""
-    names = {each.name for each in roll_train_strategies()}
-    found: dict[str, str] = {}
+    names = {provider.name for provider in roll_train_strategies()}
+    choices: dict[str, str] = {}
     for name, role in context.config.roles().items() if context.config is not None else ():
         strategy = role.strategy_args
         if role.environment is None and strategy is not None and strategy.strategy_name.rpartition("/")[2] in names:
-            found[name] = str(strategy.strategy_config.get("transformer_impl", "auto"))
-    return found
+            choices[name] = str(strategy.strategy_config.get("transformer_impl", "auto"))
+    return choices
 
 
 def _version(package: str) -> str | None:

@@ -103,13 +103,13 @@ class Computation:
         passages = self._passages(micros, want, fewest, balanced=balanced)
         if not passages:
             return [], []
-        for each in self.runs:
-            each.train(backward)
-            if each.replay is not None:
-                each.replay.forget()
+        for chunk in self.runs:
+            chunk.train(backward)
+            if chunk.replay is not None:
+                chunk.replay.forget()
         with torch.set_grad_enabled(backward):
-            found = self.pipeline.run(partial(self._step, want, at_end), passages, backward=backward)
-        return found[: len(micros)] if found else [None] * len(micros), self._disagreements(passages[: len(micros)])
+            results = self.pipeline.run(partial(self._step, want, at_end), passages, backward=backward)
+        return results[: len(micros)] if results else [None] * len(micros), self._disagreements(passages[: len(micros)])
 
     def _step(
         self,
@@ -122,9 +122,9 @@ class Computation:
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             outputs = self._outputs(hidden, passage, want)
-            loss, found = at_end(passage, outputs)
+            loss, result = at_end(passage, outputs)
             # A token count of 0, because the loss already contains its divisor.
-            return loss, torch.zeros((), dtype=torch.int, device=loss.device), found
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
         return model(passage.packing), finish
 
@@ -136,21 +136,21 @@ class Computation:
         Replicas that share experts need equal numbers of microbatches; interleaved schedules need a multiple of the
         stages.
         """
-        for each in micros:
-            self._check_experts(each)
-            check_ids(each, want, self.vocab)
+        for micro in micros:
+            self._check_experts(micro)
+            check_ids(micro, want, self.vocab)
         number = max(len(micros), fewest)
         if self.parallel.replicas_share_experts:
             (number,) = self.parallel.most([number], self.parallel.dp)
         number += -number % self.pipeline.multiple
         idle = [idle_microbatch()] * (number - len(micros))
-        every = [(each, False) for each in micros] + [(each, True) for each in idle]
-        moved = [(on_device(each, self.parallel.device), idles) for each, idles in every]
+        every = [(micro, False) for micro in micros] + [(micro, True) for micro in idle]
+        moved = [(on_device(micro, self.parallel.device), idles) for micro, idles in every]
         cp_size, align = self.parallel.cp.size(), self.parallel.tp.size() if self.config.sequence_parallel else 1
         tokens = [0] * number
         if number and self.parallel.replicas_share_experts and self.config.moe_token_dispatcher_type == "allgather":
             # Each rank receives the tokens of all ranks, and assumes that all have as many as itself.
-            padded = [num_padded(each.lengths, cp_size=cp_size, align=align) for each, _ in moved]
+            padded = [num_padded(micro.lengths, cp_size=cp_size, align=align) for micro, _ in moved]
             tokens = self.parallel.most(padded, self.parallel.dp)
         return [
             Passage(
@@ -161,7 +161,7 @@ class Computation:
                     cp_size=cp_size,
                     align=align,
                     masked_only=want.masked_only and not want.values,
-                    own=self.task == "reward",
+                    own_state=self.task == "reward",
                     at_least=at_least,
                     members=balanced and not idles,
                 ),
@@ -179,7 +179,7 @@ class Computation:
         replay.check(micro.routed_experts_TMK)
 
     def _disagreements(self, passages: Sequence[Passage]) -> list[Tensor | None]:
-        replays = [each.replay for each in self.runs if each.replay is not None]
+        replays = [chunk.replay for chunk in self.runs if chunk.replay is not None]
         if not replays or self.task != "causal_lm":
             return [None] * len(passages)
         return disagreements(replays, passages, self.parallel, sequence_parallel=self.config.sequence_parallel)
@@ -218,7 +218,7 @@ class Computation:
         if not replace(want, comparison=None).head:
             return TokenOutputs(hidden_TH=hidden_TH, compared_T=compared_T)
         ids_TK = gather_ids(passage.micro, want)
-        found = sharded_head_outputs(
+        outputs = sharded_head_outputs(
             hidden_NH,
             linear_head(self.described, self.runs[-1].head_weight()),
             packing.targets_N,
@@ -229,22 +229,22 @@ class Computation:
         return TokenOutputs(
             hidden_TH=hidden_TH,
             compared_T=compared_T,
-            logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
-            entropy_T=spread(found.entropy_N),
-            topk_logprobs_TK=spread(found.topk_logprobs_NK),
-            topk_ids_TK=spread(found.topk_ids_NK),
-            gathered_logprobs_TK=spread(found.gathered_logprobs_NK),
+            logprobs_T=spread(outputs.logprobs_N) if want.logprobs else None,
+            entropy_T=spread(outputs.entropy_N),
+            topk_logprobs_TK=spread(outputs.topk_logprobs_NK),
+            topk_ids_TK=spread(outputs.topk_ids_NK),
+            gathered_logprobs_TK=spread(outputs.gathered_logprobs_NK),
         )
 
     def _compared(self, hidden_NH: Tensor, passage: Passage, comparison: Comparison, request: HeadRequest) -> Tensor:
         """Values of a comparison with another model, of the tokens with an output; 0 for an idle microbatch."""
         own_head, places_N = linear_head(self.described, self.runs[-1].head_weight()), passage.packing.places_N
         if self.other_head is None or self.other_head[0] != comparison.head:
-            whole = read_head(comparison.head, torch.device("cpu"))
-            own = share_of_head(whole, self.share, len(own_head.weight), self.vocab)
+            full_head = read_head(comparison.head, torch.device("cpu"))
+            share = share_of_head(full_head, self.share, len(own_head.weight), self.vocab)
             device = own_head.weight.device
-            bias = None if own.bias is None else own.bias.to(device)
-            self.other_head = comparison.head, replace(own, weight=own.weight.to(device), bias=bias)
+            bias = None if share.bias is None else share.bias.to(device)
+            self.other_head = comparison.head, replace(share, weight=share.weight.to(device), bias=bias)
         other_NH, idle = teacher_hidden(passage.micro)[places_N], len(places_N) if passage.idle else 0
         weights_T = passage.micro.streams.get(comparison.stream)
         weights_N = None if weights_T is None else weights_T[places_N]
@@ -257,21 +257,21 @@ class Computation:
     def _spread(self, rows_N: Tensor, passage: Passage) -> Tensor:
         """Scatter rows to the indices of their tokens among the T, and sum over context-parallel ranks."""
         places_N = passage.packing.places_N
-        own = rows_N.new_zeros(passage.micro.num_tokens, *rows_N.shape[1:]).index_copy(0, places_N, rows_N)
-        return self._over_context(own)
+        own_T = rows_N.new_zeros(passage.micro.num_tokens, *rows_N.shape[1:]).index_copy(0, places_N, rows_N)
+        return self._over_context(own_T)
 
-    def _over_context(self, own: Tensor) -> Tensor:
+    def _over_context(self, own_T: Tensor) -> Tensor:
         """Sum over context-parallel ranks, each of which has its own tokens' outputs and 0 for the others.
 
         All ranks compute the same loss of all tokens, so the backward pass needs no sum.
         """
         if self.parallel.cp.size() == 1:
-            return own
-        if own.requires_grad:
-            whole: Tensor = reduce_from_tensor_model_parallel_region(own, group=self.parallel.cp)
-            return whole
-        dist.all_reduce(own, group=self.parallel.cp)
-        return own
+            return own_T
+        if own_T.requires_grad:
+            sum_T: Tensor = reduce_from_tensor_model_parallel_region(own_T, group=self.parallel.cp)
+            return sum_T
+        dist.all_reduce(own_T, group=self.parallel.cp)
+        return own_T
 
     # -- to the other stages -------------------------------------------------------------------------------------------
 
@@ -281,12 +281,14 @@ class Computation:
         """Broadcast the last stage's outputs to all stages and add `disagreement_T`. Collective over the stages."""
         last = self.parallel.pp.size() - 1
 
-        def of(found: Tensor | None, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            if not wanted:
+        def of(
+            tensor: Tensor | None, requested: bool, *sizes: int, dtype: torch.dtype = torch.float32
+        ) -> Tensor | None:
+            if not requested:
                 return None
-            if found is None:
-                found = torch.zeros(micro.num_tokens, *sizes, dtype=dtype, device=self.parallel.device)
-            return self.parallel.from_stage(found.contiguous(), last)
+            if tensor is None:
+                tensor = torch.zeros(micro.num_tokens, *sizes, dtype=dtype, device=self.parallel.device)
+            return self.parallel.from_stage(tensor.contiguous(), last)
 
         here, k = outputs or TokenOutputs(), want.topk
         num_ids = 0 if micro.gather_ids_TK is None else micro.gather_ids_TK.shape[1]

@@ -420,8 +420,8 @@ class MegatronConfig(StrategyConfig):
     def _divided(self, keys: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, int]]:
         """Sizes of the model, each with the key of the number of ranks that must divide it, and that number."""
         tensor = "tensor_model_parallel_size", self.tensor_model_parallel_size
-        own = self.expert_tensor_parallel_size
-        of_expert = ("expert_tensor_parallel_size", own) if own else tensor
+        expert_size = self.expert_tensor_parallel_size
+        of_expert = ("expert_tensor_parallel_size", expert_size) if expert_size else tensor
         kind, size, shared = (keys.get(key) for key in ("model_type", "moe_intermediate_size", "n_shared_experts"))
         for key in ("num_attention_heads", "num_key_value_heads"):
             yield key, keys.get(key), *tensor
@@ -467,7 +467,7 @@ class MegatronConfig(StrategyConfig):
     def _check_recomputed(self, chunks: list[int]) -> None:
         """Check that groups of recomputed layers are whole in each model chunk; Megatron would index beyond its end."""
         group = self.recompute_num_layers
-        uneven = [each for each in chunks if group and each % group]
+        uneven = [num_layers for num_layers in chunks if group and num_layers % group]
         if uneven and self.recompute_method != "block":
             raise ValueError(
                 f"recompute_num_layers {group} does not divide a model chunk of {uneven[0]} layers, as"
@@ -587,7 +587,7 @@ def _check_values(keys: Mapping[str, Any]) -> None:
     for key, values in ONLY.get(str(kind), {}).items():
         value = keys.get(key)
         if value is not None and value not in values:
-            supported = " or ".join(str(each).lower() for each in values) or "null"
+            supported = " or ".join(str(value).lower() for value in values) or "null"
             raise ValueError(f"{kind}: {key} is {str(value).lower()}; the bridge supports only {supported}")
     if (quantization := keys.get("quantization_config")) and isinstance(quantization, Mapping):
         raise ValueError(
@@ -595,9 +595,11 @@ def _check_values(keys: Mapping[str, Any]) -> None:
             " weights, so convert them first"
         )
     rotation = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
-    nested = [each for each in rotation.values() if isinstance(each, Mapping)] if isinstance(rotation, Mapping) else []
-    for each in nested or [rotation]:
-        name = each.get("rope_type") or each.get("type") if isinstance(each, Mapping) else None
+    nested = (
+        [value for value in rotation.values() if isinstance(value, Mapping)] if isinstance(rotation, Mapping) else []
+    )
+    for rope in nested or [rotation]:
+        name = rope.get("rope_type") or rope.get("type") if isinstance(rope, Mapping) else None
         if name and name not in ROTATIONS:
             raise ValueError(
                 f"{kind}: rotary embeddings of type {name!r} are not supported, because their frequencies depend on the"
@@ -622,7 +624,7 @@ def _check_groups(keys: Mapping[str, Any]) -> None:
 def _check_architecture(model_type: object) -> None:
     if not isinstance(model_type, str) or model_type in ARCHITECTURES:
         return
-    brought = {each.name for each in entry_points(group=ENTRY_POINTS)}
+    brought = {entry.name for entry in entry_points(group=ENTRY_POINTS)}
     if model_type in NOT_EXPRESSIBLE and model_type not in brought:
         raise ValueError(
             f"Megatron's layers cannot compute a {model_type}: {NOT_EXPRESSIBLE[model_type]}. Use fsdp2_train"
@@ -642,10 +644,10 @@ def runs(layout: str) -> list[str]:
     """
     text = layout.replace(",", "").replace(" ", "")
     for repeated in (r"\(([^()]+)\)\*(\d+)", r"([EtL|])\*(\d+)"):
-        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
-    found = text.split("|")
+        text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
+    stages = text.split("|")
     if not re.fullmatch(r"E[t|]*L", text):
         raise ValueError(
             f"pipeline_model_parallel_layout {layout!r} does not begin with E, end with L and have only t and | between"
         )
-    return found
+    return stages

@@ -60,11 +60,11 @@ def choose(config: MegatronConfig, model: ModelSpec, device: torch.device, setti
         raise UnsupportedError(f"transformer_impl: {ENGINE}: {reason}. Remove the key to use Megatron's own layers")
     if not asked:
         reason = reason or _unsuited(model, device)
-    for key, wanted in (
+    for key, requested in (
         ("moe_grouped_gemm: true", bool(config.moe_grouped_gemm)),
         (f"attention_backend: {config.attention_backend}", config.attention_backend != "auto"),
     ):
-        if wanted and reason:
+        if requested and reason:
             raise UnsupportedError(
                 f"{key} requires Transformer Engine's layers, but Megatron's own are used: {reason}. Remove the key"
             )
@@ -121,10 +121,10 @@ def _check_environment(config: MegatronConfig) -> None:
     them."""
     names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     for name, expected in zip(names, BACKENDS[config.attention_backend], strict=True):
-        found = os.environ.get(name, expected)
-        if found != expected:
+        current = os.environ.get(name, expected)
+        if current != expected:
             raise ModelError(
-                f"{name} is {found} in the environment, and attention_backend: {config.attention_backend} requires"
+                f"{name} is {current} in the environment, and attention_backend: {config.attention_backend} requires"
                 f" {expected}. Unset the variable, and set attention_backend to flash or fused; roles that share a"
                 " process need the same value"
             )

@@ -44,5 +44,5 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
         size, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
         if missing:
             value = F.pad(value, (0, missing))
-        found: Tensor = super().forward(query, key, value, *arguments, **options)
-        return found.reshape(query.shape)[..., :size].flatten(-2) if missing else found
+        attended: Tensor = super().forward(query, key, value, *arguments, **options)
+        return attended.reshape(query.shape)[..., :size].flatten(-2) if missing else attended

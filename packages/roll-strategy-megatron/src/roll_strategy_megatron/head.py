@@ -98,20 +98,20 @@ class ExchangedIds(VocabularyShards):
 
     @override
     def own_tokens(self, values_C: Tensor) -> Tensor:
-        found: Tensor = values_C.chunk(self.group.size())[self.group.rank()]
-        return found
+        values_c: Tensor = values_C.chunk(self.group.size())[self.group.rank()]
+        return values_c
 
     @override
     def all_tokens(self, values_c: Tensor) -> Tensor:
-        found = values_c.new_empty(self.group.size() * len(values_c))
-        dist.all_gather_into_tensor(found, values_c.contiguous(), group=self.group)
-        return found
+        values_C = values_c.new_empty(self.group.size() * len(values_c))
+        dist.all_gather_into_tensor(values_C, values_c.contiguous(), group=self.group)
+        return values_C
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         """Send the i-th of equal parts to rank i."""
-        found = torch.empty_like(parts)
-        dist.all_to_all_single(found, parts.contiguous(), group=self.group)
-        return found
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
+        return received
 
 
 def share_of_head(head: LinearHead, share: VocabularyShare, rows: int, vocab: int) -> LinearHead:
@@ -161,11 +161,11 @@ class _ShardedHead(torch.autograd.Function):
         request: HeadRequest,
         share: VocabularyShare,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        found: list[tuple[Tensor, ...]] = []
+        chunks: list[tuple[Tensor, ...]] = []
         size = request.chunk(len(weight_VH), hidden_NH.device)
         for hidden_CH, wanted_CJ in zip(*_chunks(size, hidden_NH, wanted_NJ), strict=True):
-            found.append(_of_chunk(hidden_CH, head, wanted_CJ, request, share))
-        logprobs_NJ, log_norm_N, expected_N, topk_NK, ids_NK = (torch.cat(each) for each in zip(*found, strict=True))
+            chunks.append(_of_chunk(hidden_CH, head, wanted_CJ, request, share))
+        logprobs_NJ, log_norm_N, expected_N, topk_NK, ids_NK = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         entropy_N = log_norm_N - expected_N
         ctx.mark_non_differentiable(topk_NK, ids_NK)
         if not (request.entropy and request.entropy_grad):
@@ -242,7 +242,7 @@ def _d_logits(logp_CV: Tensor, grad_C: Tensor, slope_C: Tensor | None, entropy_C
 
 
 def _chunks(size: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    return [torch.split(each, size) for each in tensors]
+    return [torch.split(tensor, size) for tensor in tensors]
 
 
 def _logits(hidden_CH: Tensor, head: LinearHead, request: HeadRequest, share: VocabularyShare) -> Tensor:
@@ -296,7 +296,7 @@ def _topk(z_CV: Tensor, k: int, share: VocabularyShare) -> tuple[Tensor, Tensor]
         return z_CV.new_zeros(len(z_CV), 0), torch.zeros(len(z_CV), 0, dtype=torch.int64, device=z_CV.device)
     mine = z_CV.topk(min(k, z_CV.shape[1]), dim=1)
     size = share.group.size()
-    values, ids = ([torch.empty_like(each) for _ in range(size)] for each in (mine.values, mine.indices))
+    values, ids = ([torch.empty_like(topk) for _ in range(size)] for topk in (mine.values, mine.indices))
     dist.all_gather(values, mine.values.contiguous(), group=share.group)
     dist.all_gather(ids, (mine.indices + share.first).contiguous(), group=share.group)
     every, named = torch.cat(values, dim=1), torch.cat(ids, dim=1)

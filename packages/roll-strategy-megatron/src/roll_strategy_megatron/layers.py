@@ -108,8 +108,8 @@ class ProjectionNorm(nn.Module):
         """`heads` of all ranks, of `hidden_size` each."""
         super().__init__()
         self.size, self.eps = heads * hidden_size, eps
-        own = self.size // get_tensor_model_parallel_group().size()
-        self.weight = nn.Parameter(torch.empty(own, dtype=config.params_dtype))
+        local_size = self.size // get_tensor_model_parallel_group().size()
+        self.weight = nn.Parameter(torch.empty(local_size, dtype=config.params_dtype))
 
     def forward(self, x_L1HD: Tensor) -> Tensor:
         """Normalize this rank's heads by the mean square over the heads of all ranks."""
@@ -187,8 +187,8 @@ class DecoderAttention(SelfAttention):  # type: ignore[misc]
         kinds: list[str] | None = self.config.rotations
         if kinds is not None:
             rotary_pos_emb = rotary_pos_emb[sorted(set(kinds)).index(kinds[self.layer_number - 1])]
-        found: tuple[Tensor, Tensor | None] = super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **options)
-        return found
+        outputs: tuple[Tensor, Tensor | None] = super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **options)
+        return outputs
 
 
 class ScalarHead(nn.Module):
@@ -264,9 +264,9 @@ def block_spec(
     first, number = get_transformer_layer_offset(config, run), get_num_layers_to_build(config, run)
     norm = _engine().layer_norm() if make.engine else Norm
     layers = []
-    for at in range(first, first + number):
-        mixture = bool(mixtures(config)[at])
-        layer = (_engine_spec if make.engine else _local_spec)(config, make, scales[at], mixture=mixture)
+    for index in range(first, first + number):
+        mixture = bool(mixtures(config)[index])
+        layer = (_engine_spec if make.engine else _local_spec)(config, make, scales[index], mixture=mixture)
         _adapt(layer, config, norm)
         if mixture and balancing is not None:
             submodules(layer.submodules.mlp).router = partial(BalancedRouter, balancing=balancing)

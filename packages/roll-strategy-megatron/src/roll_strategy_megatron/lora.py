@@ -87,14 +87,16 @@ class Lora:
         self.extras = {name: base_name(_plain(name)) for name in names if not _side(name)}
         for run in runs:
             run.requires_grad_(False)
-        owners = {id(each): module for run in runs for module in run.modules() for each in module.parameters(False)}
+        owners = {
+            id(parameter): module for run in runs for module in run.modules() for parameter in module.parameters(False)
+        }
         self.adapters: dict[nn.Parameter, Adapter] = {}
         self.originals: dict[nn.Parameter, Tensor] = {}
         held, groups, shapes = self._factors(owners)
         more, more_groups = self._whole_modules(list(names))
         for name in more_groups:
             shapes[name] = tuple(names[name].shape)
-        order = [*names, *(each for each in shapes if each not in names)]
+        order = [*names, *(name for name in shapes if name not in names)]
         known = groups | more_groups
         self.adapter_bridge = AdapterBridge(
             base, [*held, *more], {name: known[name] for name in order}, {name: shapes[name] for name in order}
@@ -112,8 +114,8 @@ class Lora:
         self, owners: dict[int, nn.Module]
     ) -> tuple[list[Shard], dict[str, tuple[Rule, int]], dict[str, tuple[int, ...]]]:
         places: dict[tuple[str, int], list[Shard]] = {}
-        for each in self.base.held:
-            places.setdefault((each.rule.mcore, each.layer), []).append(each)
+        for shard in self.base.held:
+            places.setdefault((shard.rule.mcore, shard.layer), []).append(shard)
         held: list[Shard] = []
         groups: dict[str, tuple[Rule, int]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -154,21 +156,21 @@ class Lora:
         for plain in by_base:
             rule, layer = self.base.groups[plain]
             together = self.base._hf_names(rule, layer)
-            lacking = [each for each in together if each not in by_base]
+            lacking = [target for target in together if target not in by_base]
             if lacking:
                 raise UnsupportedError(
                     f"additional_target selects {plain} but not {', '.join(lacking)}: Megatron has them in one"
                     " tensor, so select all or none"
                 )
-            trained = tuple(by_base[each] for each in together)
-            own = Rule(mcore=trained[0], hf=trained, transform=rule.transform)
-            groups.update(dict.fromkeys(trained, (own, -1)))
+            trained = tuple(by_base[target] for target in together)
+            joint_rule = Rule(mcore=trained[0], hf=trained, transform=rule.transform)
+            groups.update(dict.fromkeys(trained, (joint_rule, -1)))
             for place in self.base.held:
                 first = plain == together[0]  # once per fused parameter, which has several names
                 if first and place.rule is rule and place.layer == layer:
                     place.parameter.requires_grad_(True)
                     self.originals[place.parameter] = place.parameter.detach().clone()
-                    held.append(Shard(parameter=place.parameter, rule=own, layer=-1, expert=-1))
+                    held.append(Shard(parameter=place.parameter, rule=joint_rule, layer=-1, expert=-1))
         return held, groups
 
     @torch.no_grad()
@@ -180,8 +182,8 @@ class Lora:
         initial = self.described.initial_factors()
         generator = torch.Generator().manual_seed(self.spec.seed)
         for target in self.expert_targets:
-            whole = torch.empty(self.adapter_bridge.shapes[target.name("A")])
-            initial[target.name("A")] = whole.uniform_(-1.0, 1.0, generator=generator) * target.shape[1] ** -0.5
+            factor = torch.empty(self.adapter_bridge.shapes[target.name("A")])
+            initial[target.name("A")] = factor.uniform_(-1.0, 1.0, generator=generator) * target.shape[1] ** -0.5
         for held in self.adapter_bridge.by_rule().values():
             if held[0].rule.hf[0] in initial:
                 for parameter, share in self.adapter_bridge.shares_of(held, initial.__getitem__):
@@ -203,40 +205,40 @@ class Lora:
                 f"{', '.join(self.lora.extra_modules)} (additional_target) is trained in full: an engine with only the"
                 " adapters would lack it"
             )
-        for name, whole in self._factors_of_layers():
-            yield name.replace(f".{ADAPTER}.", "."), whole * self.lora.scale if _side(name) == "B" else whole
+        for name, factor in self._factors_of_layers():
+            yield name.replace(f".{ADAPTER}.", "."), factor * self.lora.scale if _side(name) == "B" else factor
 
     def write(self, path: Path, *, leads: bool) -> None:
         """Write the adapters in peft's format; the rank with `leads` writes. Collective."""
-        state = {name: each.cpu() for name, each in self._factors_of_layers() if leads}
+        state = {name: factor.cpu() for name, factor in self._factors_of_layers() if leads}
         if leads:
             if self.expert_targets:
-                self.described.also_targets(sorted({each.path.rpartition(".")[2] for each in self.expert_targets}))
+                self.described.also_targets(sorted({target.path.rpartition(".")[2] for target in self.expert_targets}))
             self.described.export(path, state)
 
     def _factors_of_layers(self) -> Iterator[tuple[str, Tensor]]:
         """All trained tensors, with one tensor per expert."""
         paths = {target.name(side): target for target in self.expert_targets for side in "AB"}
-        for name, whole in self.adapter_bridge.export(lambda parameter: parameter.detach(), torch.float32):
+        for name, exported in self.adapter_bridge.export(lambda parameter: parameter.detach(), torch.float32):
             if name not in paths:
-                yield name, whole
+                yield name, exported
                 continue
             target, ending = paths[name], name[name.index(".lora_") :]
-            for expert, factor in enumerate(whole):
+            for expert, factor in enumerate(exported):
                 yield target.path.replace(EXPERT, str(expert)) + ending, factor
 
     def identity(self) -> dict[str, Any]:
         """Identity of base model and adapters, as `Adapters.identity` of `roll_modeling.lora`. Collective."""
         if not hasattr(self, "_digest"):
             dtype = next(iter(self.base.held)).parameter.dtype
-            beneath = self.base.export(lambda each: self.originals.get(each, each).detach(), dtype)
-            self._digest = weights_digest((name, each.cpu()) for name, each in beneath)
+            base_tensors = self.base.export(lambda parameter: self.originals.get(parameter, parameter).detach(), dtype)
+            self._digest = weights_digest((name, tensor.cpu()) for name, tensor in base_tensors)
         return {"base_model": self._digest} | lora_identity(self.lora)
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Disable the adapters and restore the original values of modules trained in full, inside the context."""
-        trained = {each: each.detach().clone() for each in self.originals}
+        trained = {parameter: parameter.detach().clone() for parameter in self.originals}
         self._switch(on=False, numbers=self.originals)
         try:
             yield
@@ -245,8 +247,8 @@ class Lora:
 
     @torch.no_grad()
     def _switch(self, *, on: bool, numbers: dict[nn.Parameter, Tensor]) -> None:
-        for each in self.adapters.values():
-            each.enabled = on
+        for adapter in self.adapters.values():
+            adapter.enabled = on
         for parameter, number in numbers.items():
             parameter.copy_(number)
 
@@ -266,8 +268,8 @@ def _factor_rules(target: Target) -> dict[str, Rule]:
 
 def _side(name: str) -> str:
     """`A` or `B` for a factor's name; empty for a module trained in full."""
-    found = re.search(r"\.lora_([AB])\.", name)
-    return found[1] if found else ""
+    match = re.search(r"\.lora_([AB])\.", name)
+    return match[1] if match else ""
 
 
 def _plain(name: str) -> str:
@@ -301,7 +303,7 @@ def _fused(base: Bridge, rule: Rule, outputs: int) -> tuple[int, ...]:
         return ()
     if isinstance(rule.transform, FuseQKV):
         sizes = base.sizes
-        return tuple(each * sizes.head_dim for each in (sizes.num_heads, sizes.num_groups, sizes.num_groups))
+        return tuple(heads * sizes.head_dim for heads in (sizes.num_heads, sizes.num_groups, sizes.num_groups))
     return (outputs // 2, outputs // 2)
 
 
@@ -310,19 +312,19 @@ def _expert_targets(base: Bridge, spec: ModelSpec) -> tuple[Any, list[Target]]:
     lora = spec.lora
     if lora is None or isinstance(lora.targets, str) or lora.targets == ("all-linear",):
         return lora, []
-    found: list[Target] = []
+    found_targets: list[Target] = []
     of_experts: set[str] = set()
     for rule, layer in dict.fromkeys(base.groups.values()):
         for part, stored in enumerate(rule.stored if rule.is_expert else ()):
             path = stored.replace("{layer}", str(layer)).removesuffix(".weight")
             bare = path.replace(f"{EXPERT}.", "")
-            names = [each for each in lora.targets if bare == each or bare.endswith(f".{each}")]
+            names = [target for target in lora.targets if bare == target or bare.endswith(f".{target}")]
             of_experts.update(names)
             if names:
                 outputs, inputs = base.shapes[base._hf_names(rule, layer)[0]][1:]
                 if len(rule.stored) > len(rule.hf):
                     outputs //= len(rule.stored)
-                found.append(
+                found_targets.append(
                     Target(
                         path=path,
                         rule=rule,
@@ -332,14 +334,14 @@ def _expert_targets(base: Bridge, spec: ModelSpec) -> tuple[Any, list[Target]]:
                         shape=(outputs, inputs),
                     )
                 )
-    inside = tuple(each for each in lora.targets if each not in of_experts or _names_a_layer(base, each))
+    inside = tuple(target for target in lora.targets if target not in of_experts or _names_a_layer(base, target))
     if not inside:
         raise ModelError(
             f"lora_target: {', '.join(sorted(of_experts))} are layers of experts only; add a layer that all tokens"
             " pass through, for example o_proj"
         )
-    return replace(lora, targets=inside), found
+    return replace(lora, targets=inside), found_targets
 
 
 def _names_a_layer(base: Bridge, name: str) -> bool:
-    return any(each == f"{name}.weight" or each.endswith(f".{name}.weight") for each in base.shapes)
+    return any(shape_name == f"{name}.weight" or shape_name.endswith(f".{name}.weight") for shape_name in base.shapes)

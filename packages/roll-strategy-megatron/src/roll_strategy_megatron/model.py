@@ -55,14 +55,14 @@ class PackedModel(GPTModel):  # type: ignore[misc]
             nullcontext() if self.replay is None else self.replay.forward(packing.routed_experts, trains=self.training),
             inputs_on_host(self.offload_from),
         ):
-            found: Tensor = self.decoder(
+            hidden: Tensor = self.decoder(
                 hidden_states=embedded,
                 attention_mask=None,
                 rotary_pos_emb=self._rotation(packing),
                 packed_seq_params=packing.packed,
                 padding_mask=self._members(packing.members_SL),
             )
-        return found
+        return hidden
 
     def _members(self, members_SL: Tensor | None) -> Tensor | None:
         """`members_SL` of the tokens that pass through this rank's layers.
@@ -82,23 +82,23 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         if self.config.multi_latent_attention:
             return None
         if self.rotary:
-            return torch.stack([each(packing.packed.max_seqlen_q, packed_seq=True) for each in self.rotary])
-        found: Tensor = self.rotary_pos_emb(packing.packed.max_seqlen_q, packed_seq=True)
-        return found
+            return torch.stack([rotary(packing.packed.max_seqlen_q, packed_seq=True) for rotary in self.rotary])
+        angles: Tensor = self.rotary_pos_emb(packing.packed.max_seqlen_q, packed_seq=True)
+        return angles
 
     def _embedded(self, tokens_1L: Tensor) -> Tensor:
-        found: Tensor = self.embedding(input_ids=tokens_1L, position_ids=None)
+        embedded: Tensor = self.embedding(input_ids=tokens_1L, position_ids=None)
         if self.config.embedding_multiplier != 1.0:
-            found = found * found.new_tensor(self.config.embedding_multiplier)
-        if torch.is_grad_enabled() and not found.requires_grad:
+            embedded = embedded * embedded.new_tensor(self.config.embedding_multiplier)
+        if torch.is_grad_enabled() and not embedded.requires_grad:
             # With LoRA, embeddings are frozen. Recomputed layers only have gradients if their input requires one.
-            return found.requires_grad_()
+            return embedded.requires_grad_()
         if self.padding_id is None:
-            return found
+            return embedded
         # With sequence parallelism, each tensor-parallel rank continues with a contiguous slice of the tokens.
-        start = self.pg_collection.tp.rank() * len(found) if self.config.sequence_parallel else 0
-        mine = tokens_1L[0, start : start + len(found)]
-        return torch.where((mine == self.padding_id)[:, None, None], found.detach(), found)
+        start = self.pg_collection.tp.rank() * len(embedded) if self.config.sequence_parallel else 0
+        mine = tokens_1L[0, start : start + len(embedded)]
+        return torch.where((mine == self.padding_id)[:, None, None], embedded.detach(), embedded)
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the output layer's weight. Only on the last stage."""
@@ -265,17 +265,17 @@ class Rotation:
 
 def own_frequencies(model: PackedModel, rotations: Mapping[str, Rotation], device: torch.device) -> None:
     """Replace Megatron's rotary frequencies by those of transformers."""
-    found = {kind: each.frequencies.to(device) for kind, each in rotations.items()}
+    frequencies = {kind: rotation.frequencies.to(device) for kind, rotation in rotations.items()}
     kinds = model.config.rotations
     if kinds is not None:
         model.rotary = [copy.copy(model.rotary_pos_emb) for _ in set(kinds)]
         for rotary, kind in zip(model.rotary, sorted(set(kinds)), strict=True):
-            rotary.inv_freq = found[kind]
+            rotary.inv_freq = frequencies[kind]
     elif not model.config.multi_latent_attention:
-        model.rotary_pos_emb.inv_freq = found[""]
+        model.rotary_pos_emb.inv_freq = frequencies[""]
     else:
         for layer in model.decoder.layers:
-            layer.self_attention.rotary_pos_emb.inv_freq = found[""]
+            layer.self_attention.rotary_pos_emb.inv_freq = frequencies[""]
 
 
 def _scales(config: TransformerConfig, hf: PreTrainedModel, rotations: Mapping[str, Rotation]) -> list[float]:
@@ -286,11 +286,13 @@ def _scales(config: TransformerConfig, hf: PreTrainedModel, rotations: Mapping[s
     """
     attention: Any = hf.get_submodule("model.layers.0.self_attn")
     scale = float(getattr(attention, "scaling", config.kv_channels**-0.5))
-    for each in rotations.values():
-        if each.scale != 1.0 and (config.multi_latent_attention or 2 * len(each.frequencies) != config.kv_channels):
+    for rotation in rotations.values():
+        if rotation.scale != 1.0 and (
+            config.multi_latent_attention or 2 * len(rotation.frequencies) != config.kv_channels
+        ):
             raise ModelError(
-                f"{hf.config.model_type}: rotary embeddings with an attention factor of {each.scale} are supported only"
-                " if they rotate all units of a head"
+                f"{hf.config.model_type}: rotary embeddings with an attention factor of {rotation.scale} are supported"
+                " only if they rotate all units of a head"
             )
     return [scale * rotations[kind].scale ** 2 for kind in config.rotations or [""] * config.num_layers]
 
@@ -302,7 +304,7 @@ def transformers_rotations(hf: PreTrainedModel) -> dict[str, Rotation]:
     """
     rotary: Any = hf.get_submodule("model.rotary_emb")
     by_kind = isinstance(rotary.rope_type, dict)
-    found: dict[str, Rotation] = {}
+    rotations: dict[str, Rotation] = {}
     for kind in rotary.rope_type if by_kind else ("",):
         prefix, rope_type = (f"{kind}_", rotary.rope_type[kind]) if by_kind else ("", rotary.rope_type)
         if rope_type not in ROTATIONS:
@@ -311,7 +313,7 @@ def transformers_rotations(hf: PreTrainedModel) -> dict[str, Rotation]:
                 f" {', '.join(ROTATIONS)}"
             )
         frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq")
-        found[kind] = Rotation(
+        rotations[kind] = Rotation(
             frequencies=frequencies.detach().clone().float(), scale=getattr(rotary, f"{prefix}attention_scaling")
         )
-    return found
+    return rotations

@@ -69,10 +69,12 @@ class Optimizer:
             use_gloo_process_groups=False,
         )
         self._mains = {
-            parameter: (each, main) for each in self.mcore.chained_optimizers for parameter, main in _mains(each)
+            parameter: (chained, main)
+            for chained in self.mcore.chained_optimizers
+            for parameter, main in _mains(chained)
         }
         self._stepped = {
-            main: pair for each in self.mcore.chained_optimizers for main, pair in _stepped(each.optimizer)
+            main: pair for chained in self.mcore.chained_optimizers for main, pair in _stepped(chained.optimizer)
         }
 
     def begin(self) -> None:
@@ -120,50 +122,50 @@ class Optimizer:
         """Clip the gradients of dense layers and of experts by their common norm. Their ranks differ."""
         if not self.training.max_grad_norm:
             return
-        for each in self.mcore.chained_optimizers:
-            clip_grad_by_total_norm_fp32(each.get_parameters(), self.training.max_grad_norm, norm)
+        for chained in self.mcore.chained_optimizers:
+            clip_grad_by_total_norm_fp32(chained.get_parameters(), self.training.max_grad_norm, norm)
 
     # -- what is kept --------------------------------------------------------------------------------------------------
 
     def whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """One of `KINDS` in the parameter's shape, gathered from the data-parallel ranks. Collective over these."""
-        found = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        own = self._own(parameter)
-        if own is not None:
-            start, end, kept = own
-            found[start:end] = kept[kind]
-        dist.all_reduce(found, group=_replicas(parameter))
-        return found.view(parameter.shape)
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        shard = self._own(parameter)
+        if shard is not None:
+            start, end, states = shard
+            full[start:end] = states[kind]
+        dist.all_reduce(full, group=_replicas(parameter))
+        return full.view(parameter.shape)
 
     @torch.no_grad()
     def put(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
         """Store one of `KINDS`: the inverse of `whole`. Setting the master weight also sets the parameter."""
-        own = self._own(parameter)
-        if own is not None:
-            start, end, kept = own
-            kept[kind].copy_(value.reshape(-1)[start:end])
+        shard = self._own(parameter)
+        if shard is not None:
+            start, end, states = shard
+            states[kind].copy_(value.reshape(-1)[start:end])
             if kind == "master":
-                kept["stepped"].copy_(kept["master"])
+                states["stepped"].copy_(states["master"])
         if kind == "master":
             parameter.copy_(value)
 
     def restored(self, step_count: int) -> None:
         """Continue at `step_count`. Call after all state was stored by `put`."""
         self.step_count = step_count
-        for each in {optimizer for optimizer, _ in self._stepped.values()}:
-            for state in each.state.values():
+        for optimizer in {optimizer for optimizer, _ in self._stepped.values()}:
+            for state in optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(float(step_count))
             # torch's AdamW counts steps per parameter. Those of Transformer Engine and Apex, which Megatron prefers if
             # installed, count steps per group.
-            if not isinstance(each, torch.optim.AdamW):
-                for group in each.param_groups:
+            if not isinstance(optimizer, torch.optim.AdamW):
+                for group in optimizer.param_groups:
                     group["step"] = step_count
         self.clear()
 
     def gradients(self) -> list[Tensor]:
         """This rank's gradient buffers."""
-        return [each.grad_data for run in self.runs for each in (*run.buffers, *run.expert_parallel_buffers)]
+        return [buffer.grad_data for run in self.runs for buffer in (*run.buffers, *run.expert_parallel_buffers)]
 
     def states(self) -> list[Tensor]:
         """Optimizer state on the device: this rank's moments, and master weights that do not share memory with the
@@ -172,12 +174,12 @@ class Optimizer:
         Float32 parameters are their own master weights. State that Megatron keeps on the host is excluded.
         """
         weights = {parameter.untyped_storage()._cdata for parameter in self._mains}
-        found: list[Tensor] = [main for main in self._stepped if main.untyped_storage()._cdata not in weights]
+        tensors: list[Tensor] = [main for main in self._stepped if main.untyped_storage()._cdata not in weights]
         for main, (optimizer, stepped) in self._stepped.items():
             if stepped is main:
                 # With CPU offload, Megatron stores the master weight once more among the moments.
-                found += [each for each in optimizer.state.get(main, {}).values() if each is not main]
-        return [each for each in found if isinstance(each, torch.Tensor)]
+                tensors += [value for value in optimizer.state.get(main, {}).values() if value is not main]
+        return [value for value in tensors if isinstance(value, torch.Tensor)]
 
     def _own(self, parameter: nn.Parameter) -> tuple[int, int, dict[str, Tensor]] | None:
         """Start and end of this rank's shard in a flattened parameter, and its state; None if this rank has no
@@ -187,8 +189,8 @@ class Optimizer:
         owner, main = self._mains[parameter]
         span = owner._get_model_param_range_map(parameter)["param"]
         optimizer, stepped = self._stepped[main]
-        kept = dict(zip(MOMENTS, moments(optimizer, stepped), strict=True))
-        return span.start, span.end, {"master": main, "stepped": stepped, **kept}
+        moment_shards = dict(zip(MOMENTS, moments(optimizer, stepped), strict=True))
+        return span.start, span.end, {"master": main, "stepped": stepped, **moment_shards}
 
 
 def _mains(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -213,11 +215,13 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, tuple[Any, Tensor]]]:
     """
     if not isinstance(optimizer, HybridDeviceOptimizer):
         groups = optimizer.param_groups if optimizer is not None else []
-        yield from ((each, (optimizer, each)) for group in groups for each in group["params"])
+        yield from ((parameter, (optimizer, parameter)) for group in groups for parameter in group["params"])
         return
     for inner in optimizer.sub_optimizers:
         for group in inner.param_groups:
-            yield from ((optimizer.inner_param_to_orig_param[each], (inner, each)) for each in group["params"])
+            yield from (
+                (optimizer.inner_param_to_orig_param[parameter], (inner, parameter)) for parameter in group["params"]
+            )
 
 
 def _replicas(parameter: nn.Parameter) -> Any:
@@ -244,7 +248,7 @@ class OverlappedReduction:
 
     def __init__(self, runs: Sequence[Any]) -> None:
         self._groups: list[Any] = [
-            each for run in runs for each in (*run.bucket_groups, *run.expert_parallel_bucket_groups)
+            bucket_group for run in runs for bucket_group in (*run.bucket_groups, *run.expert_parallel_bucket_groups)
         ]
         self._under_way = False
 

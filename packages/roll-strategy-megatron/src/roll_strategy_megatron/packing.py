@@ -54,8 +54,8 @@ class RoutedExperts:
         """Experts of one slice of the tokens, `[L / num_parts, layers, K]`, int64 on `device`; -1 for padding."""
         places = self.places_L.chunk(num_parts)[part]
         columns = torch.tensor(layers, dtype=torch.int64, device=places.device)
-        found = self.experts_TMK[places.clamp(min=0)[:, None], columns[None]]
-        return found.masked_fill_((places < 0)[:, None, None], -1).to(self.device).to(torch.int64)
+        experts = self.experts_TMK[places.clamp(min=0)[:, None], columns[None]]
+        return experts.masked_fill_((places < 0)[:, None, None], -1).to(self.device).to(torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Passage:
 def num_padded(lengths: Sequence[int], *, cp_size: int, align: int) -> int:
     """Number of tokens P after padding, of sequences with these lengths; see `pack_for`."""
     pieces = _pieces(cp_size)
-    tokens = sum(-(-each // pieces) * pieces for each in lengths)
+    tokens = sum(-(-length // pieces) * pieces for length in lengths)
     return -(-tokens // (pieces * align)) * pieces * align
 
 
@@ -101,7 +101,7 @@ def pack_for(
     cp_size: int,
     align: int,
     masked_only: bool = False,
-    own: bool = False,
+    own_state: bool = False,
     at_least: int = 0,
     members: bool = False,
 ) -> Packing:
@@ -109,25 +109,27 @@ def pack_for(
 
     - `align` divides the number of tokens of each context-parallel rank.
     - `masked_only` restricts outputs to tokens in the loss. Outputs are computed from the state before their token.
-    - `own` computes outputs of every token from its own state instead.
+    - `own_state` computes outputs of every token from its own state instead.
     - `at_least` is a lower bound of the total number of tokens P, a value of `num_padded`.
     - `members` also computes `members_SL`.
     """
     lengths = list(micro.lengths)
     pieces = _pieces(cp_size)
-    padded = [-(-each // pieces) * pieces for each in lengths]
+    padded = [-(-length // pieces) * pieces for length in lengths]
     short = max(num_padded(lengths, cp_size=cp_size, align=align), at_least) - sum(padded)
     if short:  # padding as a separate sequence, so that no other gets longer
         padded, lengths = [*padded, short], [*lengths, 0]
     device = micro.tokens_T.device
-    places = torch.cat([_share(length, whole, cp_rank, cp_size) for length, whole in zip(lengths, padded, strict=True)])
+    places = torch.cat(
+        [_share(length, padded_length, cp_rank, cp_size) for length, padded_length in zip(lengths, padded, strict=True)]
+    )
     # Indices within each sequence, -1 for padding; below, within the whole microbatch.
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-    share = torch.tensor([each // cp_size for each in padded])
+    share = torch.tensor([length // cp_size for length in padded])
     on_host = torch.where(places < 0, -1, places + starts.repeat_interleave(share))
     places = on_host.to(device)
     tokens_L = torch.where(places < 0, 0, micro.tokens_T[places.clamp(min=0)])
-    if own:
+    if own_state:
         rows_N = (places >= 0).nonzero()[:, 0]
         places_N = places[rows_N]
     else:

@@ -104,9 +104,9 @@ def joined(share: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
     """
     if group.size() == 1:
         return share
-    whole = share.new_empty(group.size(), *share.shape)
-    dist.all_gather_into_tensor(whole, share[None].contiguous(), group=group)
-    return whole.movedim(0, dim).flatten(dim, dim + 1)
+    shares = share.new_empty(group.size(), *share.shape)
+    dist.all_gather_into_tensor(shares, share[None].contiguous(), group=group)
+    return shares.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def check_sizes(mesh: MeshInfo, config: MegatronConfig) -> None:

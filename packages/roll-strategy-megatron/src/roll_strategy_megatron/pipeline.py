@@ -49,7 +49,7 @@ class Pipeline:
                     ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
                 ),
             }
-        found: list[Any] = self._schedule(
+        results: list[Any] = self._schedule(
             forward_step_func=step,
             data_iterator=[iter(passages) for _ in self.runs],
             model=self.runs,
@@ -59,11 +59,11 @@ class Pipeline:
             forward_only=not backward,
             **options,
         )
-        return found
+        return results
 
     def _shapes(self, passages: Sequence[Passage]) -> list[Shape]:
         cut = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        return [[each.packing.tokens_1L.shape[1] // cut, 1, self.config.hidden_size] for each in passages]
+        return [[passage.packing.tokens_1L.shape[1] // cut, 1, self.config.hidden_size] for passage in passages]
 
 
 class KnownShapes(P2PCommunicator):  # type: ignore[misc]

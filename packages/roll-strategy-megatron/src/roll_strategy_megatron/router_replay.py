@@ -94,8 +94,8 @@ class RouterReplay:
         self._routers: dict[int, GivenExperts] = {}
         for layer in run.decoder.layers:
             if (router := getattr(layer.mlp, "router", None)) is not None:
-                router.router_replay = given = GivenExperts()
-                self._routers[sum(mixtures[: layer.layer_number - 1])] = given
+                router.router_replay = replayed = GivenExperts()
+                self._routers[sum(mixtures[: layer.layer_number - 1])] = replayed
         self._layers = list(self._routers)
 
     def check(self, routed_experts_TMK: Tensor) -> None:
@@ -118,17 +118,17 @@ class RouterReplay:
             router.again.clear()
 
     @contextmanager
-    def forward(self, given: RoutedExperts | None, *, trains: bool) -> Iterator[None]:
-        """Use the experts `given` during the forward pass inside the context. `trains`: a backward pass will follow."""
+    def forward(self, routed: RoutedExperts | None, *, trains: bool) -> Iterator[None]:
+        """Use the experts `routed` in forward passes inside the context. `trains`: a backward pass will follow."""
         mine, missed_L, of_mine = None, None, None
-        if given is not None:  # sequence parallelism: each rank routes a slice
+        if routed is not None:  # sequence parallelism: each rank routes a slice
             rank, size = self._share
-            mine = given.of(self._layers, rank, size)
-            missed_L = torch.zeros(len(given.places_L), dtype=torch.int32, device=given.device)
+            mine = routed.of(self._layers, rank, size)
+            missed_L = torch.zeros(len(routed.places_L), dtype=torch.int32, device=routed.device)
             of_mine = missed_L.chunk(size)[rank]
         self.missed.append(missed_L)
-        for at, router in enumerate(self._routers.values()):
-            router.now, router.forward, router.trains = None if mine is None else mine[:, at], True, trains
+        for index, router in enumerate(self._routers.values()):
+            router.now, router.forward, router.trains = None if mine is None else mine[:, index], True, trains
             router.missed_L = of_mine
         try:
             yield
@@ -145,20 +145,20 @@ def disagreements(
 
     Call it after the microbatches have passed through all model chunks. Collective over the replica.
     """
-    found: list[Tensor | None] = [None] * len(passages)
-    given = [at for at, each in enumerate(passages) if each.packing.routed_experts is not None]
-    if not given:
-        return found
+    shares_T: list[Tensor | None] = [None] * len(passages)
+    indices = [index for index, passage in enumerate(passages) if passage.packing.routed_experts is not None]
+    if not indices:
+        return shares_T
     every = []
-    for at in given:
-        packing, missed = passages[at].packing, [each for run in replays if (each := run.missed[at]) is not None]
-        missed_L = torch.stack(missed).sum(0)
-        missed_T = missed_L.new_zeros(passages[at].micro.num_tokens)
+    for index in indices:
+        packing = passages[index].packing
+        missed_L = torch.stack([missed for run in replays if (missed := run.missed[index]) is not None]).sum(0)
+        missed_T = missed_L.new_zeros(passages[index].micro.num_tokens)
         every.append(missed_T.index_copy(0, packing.places_N, missed_L[packing.rows_N]))
     together = torch.cat(every)
     for group in (parallel.cp, parallel.pp, *([parallel.tp] if sequence_parallel else [])):
         dist.all_reduce(together, group=group)
     shares = together.float() / (replays[0].num_layers * replays[0].top_k)
-    for at, each in zip(given, shares.split([len(each) for each in every]), strict=True):
-        found[at] = each
-    return found
+    for index, share_T in zip(indices, shares.split([len(tokens_T) for tokens_T in every]), strict=True):
+        shares_T[index] = share_T
+    return shares_T

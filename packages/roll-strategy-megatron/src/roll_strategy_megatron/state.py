@@ -73,16 +73,16 @@ def save_state(
         write_json(shared / STATE, state)
     save_random(path)
     files = ShardFiles(shared, f"state-{rank:05d}-{{:05d}}.safetensors", FILE_BYTES)
-    kept: list[tuple[str, Tensor]] = []
+    queue: list[tuple[str, Tensor]] = []
     for name, tensor in _of_my_turn(bridge, optimizer):
         if later:
-            kept.append((name, tensor.to("cpu", copy=True)))
+            queue.append((name, tensor.to("cpu", copy=True)))
         else:
             files.add({name: tensor})
 
     def write() -> None:
-        while kept:
-            name, tensor = kept.pop(0)
+        while queue:
+            name, tensor = queue.pop(0)
             files.add({name: tensor})
         files.flush()
         write_json(shared / WRITTEN.format(rank), {name: file for file, names in files.files for name in names})
@@ -135,12 +135,12 @@ def take_over(bridge: Bridge, optimizer: Optimizer, read: Callable[[str], Parame
     At most the tensors of one rule and layer are in memory.
     """
     for held in bridge.by_rule().values():
-        found: dict[str, ParameterState] = {}
+        states: dict[str, ParameterState] = {}
 
-        def whole(name: str, kind: str, found: dict[str, ParameterState] = found) -> Tensor:
-            if name not in found:
-                found[name] = read(name)
-            tensor: Tensor = getattr(found[name], kind)
+        def whole(name: str, kind: str, states: dict[str, ParameterState] = states) -> Tensor:
+            if name not in states:
+                states[name] = read(name)
+            tensor: Tensor = getattr(states[name], kind)
             return tensor
 
         for kind in KINDS:
@@ -158,12 +158,12 @@ def portable_state(
     streams = {kind: bridge.export(partial(optimizer.whole, kind=kind), torch.float32) for kind in KINDS}
 
     def read(name: str) -> ParameterState:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for kind, stream in streams.items():
-            exported, found[kind] = next(stream)
+            exported, tensors[kind] = next(stream)
             if exported != name:
                 raise ValueError(f"{name} was read out of order, expected {exported}")
-        return ParameterState(**found)
+        return ParameterState(**tensors)
 
     return PortableState(
         step_count=optimizer.step_count, shapes=bridge.shapes, read=read, adapters=adapters, buffers=buffers
@@ -171,11 +171,11 @@ def portable_state(
 
 
 def _read(source: FileSource, bridge: Bridge, path: Path, name: str) -> ParameterState:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for kind in KINDS:
         key = f"{kind}.{name}"
         if key not in source.names:
             raise CheckpointError(f"{path}: {key} is missing")
-        found[kind] = each = source.get(key)
-        check_tensor(key, (each.dtype, each.shape), (torch.float32, bridge.shapes[name]), path)
-    return ParameterState(**found)
+        tensors[kind] = tensor = source.get(key)
+        check_tensor(key, (tensor.dtype, tensor.shape), (torch.float32, bridge.shapes[name]), path)
+    return ParameterState(**tensors)

@@ -114,8 +114,8 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
             settings, self.make, number, sizes, self.model, self.parallel, self.balancing, scalar=bool(scalar)
         )
         if self.config.activation_offloading and model.gradient_checkpointing:
-            for each in self.runs:
-                each.offload_from = self.parallel.device
+            for chunk in self.runs:
+                chunk.offload_from = self.parallel.device
         if model.router_replay:
             self._replay_experts()
         self.bridge: Bridge = Bridge(architecture, self.model, self.runs, sizes, self.parallel, scalar)
@@ -132,14 +132,14 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
                 overlap_grad_reduce=self.config.overlap_grad_reduce,
                 bucket_size=self.config.ddp_bucket_size,
             )
-            wrapped = [DistributedDataParallel(settings, how, each) for each in self.runs]
+            wrapped = [DistributedDataParallel(settings, how, chunk) for chunk in self.runs]
             # Megatron's interleaved schedule takes a list of functions, its other schedules a single one.
-            settings.no_sync_func = [each.no_sync for each in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+            settings.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
             partial = self.lora.partial if self.lora is not None else ()
             self.optimizer = Optimizer(wrapped, self.training, self.dtype, self.config, partial)
         else:
-            for each in self.runs:
-                each.requires_grad_(False)
+            for chunk in self.runs:
+                chunk.requires_grad_(False)
         self.computation = Computation(
             self.runs, wrapped, sizes, self.parallel, self.config, model.task, self.model.config, self.balancing
         )
@@ -187,19 +187,19 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
             if passage.idle:
                 return zero_loss(outputs), None
             try:
-                found = loss(outputs, passage.micro)
+                output = loss(outputs, passage.micro)
             except NonFiniteError as raised:
                 losses.fail(raised)
                 return zero_loss(outputs), None
-            losses.add_tokens(found, outputs, passage.micro)
-            return found.loss if found.loss.requires_grad else found.loss + zero_loss(outputs), None
+            losses.add_tokens(output, outputs, passage.micro)
+            return output.loss if output.loss.requires_grad else output.loss + zero_loss(outputs), None
 
         if self.balancing is not None:
             self.balancing.begin(max(1, micros[0].totals.sequences) if micros else 1)
         _, disagreements = self.computation.run(micros, loss.want, at_end, backward=True)
-        found, error = [], None
+        values, error = [], None
         try:
-            found = losses.read()  # of the last stage
+            values = losses.read()  # of the last stage
         except NonFiniteError as raised:
             error = raised
         try:
@@ -207,11 +207,11 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
         except NonFiniteError:
             optimizer.clear()
             raise
-        metrics: list[LossMetrics] = self.parallel.object_from_last_stage(found)
-        for each, micro, disagreement_T in zip(metrics, micros, disagreements, strict=True):
+        metrics: list[LossMetrics] = self.parallel.object_from_last_stage(values)
+        for metrics_of_micro, micro, disagreement_T in zip(metrics, micros, disagreements, strict=True):
             if disagreement_T is not None:  # only known after the losses are computed
                 known_T = disagreement_T.to(micro.loss_mask_T.device)
-                each["routing_disagreement"] = float(aggregate(known_T, micro, "token-mean"))
+                metrics_of_micro["routing_disagreement"] = float(aggregate(known_T, micro, "token-mean"))
         if self.balancing is not None and metrics:
             metrics[0] |= self.balancing.metrics()
         return metrics
@@ -228,9 +228,9 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
 
         self.offloader.need("weights")
         with self._without_adapters() if want.base else nullcontext():
-            found, disagreements = self.computation.run(micros, want, at_end, backward=False)
-        every = zip(found, micros, disagreements, strict=True)
-        return [self.computation.on_all_stages(each, micro, want, known) for each, micro, known in every]
+            outputs, disagreements = self.computation.run(micros, want, at_end, backward=False)
+        every = zip(outputs, micros, disagreements, strict=True)
+        return [self.computation.on_all_stages(output, micro, want, known) for output, micro, known in every]
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         if self.lora is None:
@@ -290,8 +290,8 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
                 path,
                 adapters=None,
                 exported=self.export_weights(),
-                whole=lambda each: each,
-                shape_of=lambda each: tuple(each.shape),
+                whole=lambda tensor: tensor,
+                shape_of=lambda tensor: tuple(tensor.shape),
                 writes=leads,
             )
         self.parallel.wait()
@@ -360,7 +360,7 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
 
     @override
     def part_tensors(self) -> dict[StateKind, list[Tensor]]:
-        weights: list[Tensor] = [each for run in self.runs for each in run.parameters()]
+        weights: list[Tensor] = [parameter for run in self.runs for parameter in run.parameters()]
         if self.optimizer is None:
             return {"weights": weights, "grads": [], "optimizer": []}
         return {"weights": weights, "grads": self.optimizer.gradients(), "optimizer": self.optimizer.states()}

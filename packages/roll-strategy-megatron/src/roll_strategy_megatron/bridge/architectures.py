@@ -32,7 +32,7 @@ def _qkv(kind: str) -> tuple[Rule, ...]:
     return (
         Rule(
             mcore=f"{MCORE}self_attention.linear_qkv.{kind}",
-            hf=tuple(f"{HF}self_attn.{each}_proj.{kind}" for each in "qkv"),
+            hf=tuple(f"{HF}self_attn.{letter}_proj.{kind}" for letter in "qkv"),
             transform=FuseQKV(),
         ),
     )
@@ -85,7 +85,7 @@ FUSED_ATTENTION = (
 )
 COMMON = (*ENDS, *PRE_NORMS, *ATTENTION)
 QKV_BIAS = _qkv("bias")
-QK_NAMES = {f"self_attention.{each}_layernorm.weight": f"self_attn.{each}_norm.weight" for each in "qk"}
+QK_NAMES = {f"self_attention.{letter}_layernorm.weight": f"self_attn.{letter}_norm.weight" for letter in "qk"}
 QK_NORM = _copied(QK_NAMES)
 WHOLE_QK_NORM = _copied(QK_NAMES, tp_dim=0)
 SINKS = _copied({"self_attention.core_attention.softmax_offset": "self_attn.sinks"}, tp_dim=0)
@@ -242,7 +242,7 @@ def _activation(config: Any) -> Callable[..., Any]:
 def _rotations(config: Any) -> list[str] | None:
     """Kind of each layer's rotary embedding; None if all layers have the same."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return list(config.layer_types) if any(isinstance(each, dict) for each in parameters.values()) else None
+    return list(config.layer_types) if any(isinstance(value, dict) for value in parameters.values()) else None
 
 
 def _windows(config: Any) -> dict[str, Any]:

@@ -82,19 +82,19 @@ class Bridge:
         """
         self.architecture, self.hf, self.sizes, self.parallel = architecture, hf, sizes, parallel
         self.rules = tuple(
-            Rule(mcore=OUTPUT, hf=(scalar_head,), transform=Copy()) if scalar_head and each.mcore == OUTPUT else each
-            for each in architecture.rules
+            Rule(mcore=OUTPUT, hf=(scalar_head,), transform=Copy()) if scalar_head and rule.mcore == OUTPUT else rule
+            for rule in architecture.rules
         )
         self.num_layers: int = hf.config.num_hidden_layers
         self.num_experts: int = runs[0].config.num_moe_experts or 0
-        self.shapes = {name: tuple(each.shape) for name, each in hf.named_parameters()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
         self.tied = bool(hf.config.tie_word_embeddings) and not scalar_head
         self.head = EMBEDDING if self.tied else TIED
         """Name of the output layer's weight."""
         self.spare = {TIED} if self.tied or (scalar_head and scalar_head != TIED) else set()
-        self.held = [self._placed(run, name, each) for run in runs for name, each in run.named_parameters()]
-        for each in self.held:
-            mark(each.parameter, each.rule, parallel)
+        self.held = [self._placed(run, name, parameter) for run in runs for name, parameter in run.named_parameters()]
+        for shard in self.held:
+            mark(shard.parameter, shard.rule, parallel)
         self.groups = self._groups()
         self.stages = self._stages()
         self.buffers = self._buffers(runs)
@@ -105,21 +105,21 @@ class Bridge:
         """Match a parameter with its rule. Indices in `name` are local to the chunk and the rank."""
 
         def expert(match: re.Match[str]) -> str:
-            own = self.num_experts // self.parallel.ep.size()
-            return f".local_experts.{self.parallel.ep.rank() * own + int(match[1])}."
+            num_local = self.num_experts // self.parallel.ep.size()
+            return f".local_experts.{self.parallel.ep.rank() * num_local + int(match[1])}."
 
-        whole = EXPERT.sub(expert, _over_stages(run, name))
+        full_name = EXPERT.sub(expert, _over_stages(run, name))
         for rule in self.rules:
-            found = rule.pattern.fullmatch(whole)
-            if found is not None:
-                numbers = found.groupdict()
+            match = rule.pattern.fullmatch(full_name)
+            if match is not None:
+                numbers = match.groupdict()
                 return Shard(
                     parameter=parameter,
                     rule=rule,
                     layer=int(numbers.get("layer") or 0) if "layer" in numbers else -1,
                     expert=int(numbers["expert"]) if "expert" in numbers else -1,
                 )
-        raise ModelError(f"the bridge has no rule for Megatron's tensor {whole}")
+        raise ModelError(f"the bridge has no rule for Megatron's tensor {full_name}")
 
     def _buffers(self, runs: Sequence[PackedModel]) -> dict[str, Tensor]:
         """This rank's buffers of the architecture's rules, by Hugging Face names."""
@@ -128,8 +128,8 @@ class Bridge:
             for rule in self.architecture.buffers
             for layer in range(self.num_layers)
         }
-        mine = {_over_stages(run, name): each for run in runs for name, each in run.named_buffers()}
-        return {known[name]: each for name, each in mine.items() if name in known}
+        mine = {_over_stages(run, name): buffer for run in runs for name, buffer in run.named_buffers()}
+        return {known[name]: buffer for name, buffer in mine.items() if name in known}
 
     def _groups(self) -> dict[str, tuple[Rule, int]]:
         """Rule and layer of each parameter of the Hugging Face model, in its order."""
@@ -141,18 +141,18 @@ class Bridge:
                     for name in names:
                         known.setdefault(name, (rule, layer))
         _refuse("the bridge has no rule for", [name for name in self.shapes if name not in known])
-        mine = [name for each in self.held for name in self._hf_names(each.rule, each.layer)]
+        mine = [name for shard in self.held for name in self._hf_names(shard.rule, shard.layer)]
         lacking = sorted({name for name in mine if name not in self.shapes})
         _refuse("the model lacks", lacking)
         return {name: known[name] for name in self.shapes}
 
     def _hf_names(self, rule: Rule, layer: int) -> list[str]:
-        names = [each.replace("{layer}", str(layer)) for each in rule.hf]
-        return [EMBEDDING if self.tied and each == TIED else each for each in names]
+        names = [template.replace("{layer}", str(layer)) for template in rule.hf]
+        return [EMBEDDING if self.tied and hf_name == TIED else hf_name for hf_name in names]
 
     def _stages(self) -> dict[tuple[str, int], int]:
         """The stage that has the parameters of each rule and layer; the first, if two stages have a copy."""
-        mine = {(each.rule.mcore, each.layer) for each in self.held}
+        mine = {(shard.rule.mcore, shard.layer) for shard in self.held}
         every: list[set[tuple[str, int]]] = [mine] * self.parallel.pp.size()
         if self.parallel.pp.size() > 1:
             dist.all_gather_object(every, mine, group=self.parallel.pp)
@@ -185,24 +185,24 @@ class Bridge:
         stacked: list[Tensor] = []
         if rule.is_expert and not self._kept_apart(rule, layer, source):
             stacked = [source.get(name) for name in self._hf_names(rule, layer)]
-        for each in held:
-            each.parameter.copy_(self._read(each, source, stacked).to(dtype))
+        for shard in held:
+            shard.parameter.copy_(self._read(shard, source, stacked).to(dtype))
 
     def _read(self, held: Shard, source: Source, stacked: Sequence[Tensor]) -> Tensor:
         """Read one shard, or cut it from `stacked`. Only the tensors of its rule are in memory meanwhile."""
         if stacked:
-            return self.share(held, [each[held.expert] for each in stacked])
+            return self.share(held, [stack[held.expert] for stack in stacked])
         names = self._source_names(held.rule, held.layer, held.expert, source)
         return self.share(held, [source.get(name) for name in names])
 
     def share(self, held: Shard, parts: Sequence[Tensor]) -> Tensor:
         """This rank's shard of Hugging Face's full tensors. Raises `ModelError` for wrong shapes."""
         group = self.parallel.etp if held.rule.is_expert else self.parallel.tp
-        whole = held.rule.transform.join(parts, self.sizes)
-        cut = held.rule.transform.cut(whole, group.rank(), group.size())
+        full = held.rule.transform.join(parts, self.sizes)
+        cut = held.rule.transform.cut(full, group.rank(), group.size())
         if cut.numel() != held.parameter.numel():
             raise ModelError(
-                f"{', '.join(self._hf_names(held.rule, held.layer))}: {[tuple(each.shape) for each in parts]} in the"
+                f"{', '.join(self._hf_names(held.rule, held.layer))}: {[tuple(part.shape) for part in parts]} in the"
                 f" files make {tuple(cut.shape)} on this rank, but the model that config.json describes has"
                 f" {tuple(held.parameter.shape)}"
             )
@@ -210,10 +210,10 @@ class Bridge:
 
     def by_rule(self) -> dict[tuple[str, int], list[Shard]]:
         """This rank's parameters by rule name and layer; the experts of a layer are in one list."""
-        found: dict[tuple[str, int], list[Shard]] = {}
-        for each in self.held:
-            found.setdefault((each.rule.mcore, each.layer), []).append(each)
-        return found
+        shards: dict[tuple[str, int], list[Shard]] = {}
+        for shard in self.held:
+            shards.setdefault((shard.rule.mcore, shard.layer), []).append(shard)
+        return shards
 
     def shares_of(self, held: Sequence[Shard], get: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The shards of the parameters in one entry of `by_rule`.
@@ -221,15 +221,18 @@ class Bridge:
         `get` returns full tensors by transformers' names; it is called once per name.
         """
         parts = [get(name) for name in self._hf_names(held[0].rule, held[0].layer)]
-        for each in held:
-            yield each.parameter, self.share(each, [part[each.expert] for part in parts] if each.expert >= 0 else parts)
+        for shard in held:
+            yield (
+                shard.parameter,
+                self.share(shard, [part[shard.expert] for part in parts] if shard.expert >= 0 else parts),
+            )
 
     def _kept_apart(self, rule: Rule, layer: int, source: Source) -> bool:
         return bool(rule.stored) and _named(rule.stored[0], layer, 0) in source.names
 
     def _source_names(self, rule: Rule, layer: int, expert: int, source: Source) -> list[str]:
         if self._kept_apart(rule, layer, source):
-            return [_named(each, layer, expert) for each in rule.stored]
+            return [_named(template, layer, expert) for template in rule.stored]
         return self._hf_names(rule, layer)
 
     def _check(self, source: Source) -> None:
@@ -241,24 +244,24 @@ class Bridge:
         expected.update(stored[name] for name in self.buffers)
         _refuse("the files lack", sorted(expected - source.names))
         expected.update(stored.values())
-        ignored = [re.compile(each) for each in self.architecture.ignored]
+        ignored = [re.compile(pattern) for pattern in self.architecture.ignored]
         left = source.names - expected - self.spare
         left -= set(mtp_tensors(left, self.hf.config.to_dict()))
         _refuse(
             "the files have unused tensors:",
-            sorted(name for name in left if not any(each.fullmatch(name) for each in ignored)),
+            sorted(name for name in left if not any(pattern.fullmatch(name) for pattern in ignored)),
         )
 
     def _stored_buffers(self, source: Source) -> dict[str, str]:
         """Names in the source of the buffers of transformers' model that the architecture's rules describe."""
-        found: dict[str, str] = {}
+        stored_names: dict[str, str] = {}
         described = {name for name, _ in self.hf.named_buffers()}
         for rule in self.architecture.buffers:
             for layer in range(self.num_layers):
                 name, stored = _named(rule.hf, layer, -1), _named(rule.stored, layer, -1)
                 if name in described:
-                    found[name] = stored if stored in source.names else name
-        return found
+                    stored_names[name] = stored if stored in source.names else name
+        return stored_names
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -285,8 +288,8 @@ class Bridge:
                     parts = self._parts(rule, mine[(rule.mcore, layer)], read)
                 else:
                     parts = [torch.empty(self.shapes[part], dtype=dtype, device=self.parallel.device) for part in names]
-                whole = (self.parallel.from_stage(part.contiguous(), stage) for part in parts)
-                pending.update(zip(names, whole, strict=True))
+                tensors = (self.parallel.from_stage(part.contiguous(), stage) for part in parts)
+                pending.update(zip(names, tensors, strict=True))
             yield name, pending.pop(name)
 
     @torch.no_grad()
@@ -305,21 +308,21 @@ class Bridge:
         """Hugging Face's tensors, gathered from the shards of the ranks of this stage."""
         if not rule.is_expert:
             return self._split(rule, read(held[0].parameter), self.parallel.tp)
-        in_order = sorted(held, key=lambda each: each.expert)
+        in_order = sorted(held, key=lambda shard: shard.expert)
         stacked: list[Tensor] = []
-        for at, each in enumerate(in_order):
-            parts = self._split(rule, read(each.parameter), self.parallel.etp)
+        for index, shard in enumerate(in_order):
+            parts = self._split(rule, read(shard.parameter), self.parallel.etp)
             stacked = stacked or [part.new_empty(len(in_order), *part.shape) for part in parts]
             for stack, part in zip(stacked, parts, strict=True):
-                stack[at] = part
-        return [joined(each, self.parallel.ep, 0) for each in stacked]
+                stack[index] = part
+        return [joined(stack, self.parallel.ep, 0) for stack in stacked]
 
     def _split(self, rule: Rule, share: Tensor, group: Any) -> list[Tensor]:
         transform = rule.transform
         shaped = share.reshape(transform.whole_shape(share, group.size(), self.sizes))
-        whole = shaped if transform.tp_dim is None else joined(shaped, group, transform.tp_dim)
-        parts = transform.split(whole, len(rule.hf), self.sizes)
-        return [each.clone() if each.data_ptr() == share.data_ptr() else each for each in parts]
+        full = shaped if transform.tp_dim is None else joined(shaped, group, transform.tp_dim)
+        parts = transform.split(full, len(rule.hf), self.sizes)
+        return [part.clone() if part.data_ptr() == share.data_ptr() else part for part in parts]
 
 
 def mark(parameter: Any, rule: Rule, parallel: Parallel) -> None:
@@ -355,9 +358,9 @@ def _over_stages(run: PackedModel, name: str) -> str:
 def own_name(name: str) -> str:
     """Map a name of Transformer Engine's parameters to that in Megatron's own layers; other names are unchanged."""
     for pattern, ours in ENGINE_NAMES:
-        found = pattern.fullmatch(name)
-        if found is not None:
-            return found.expand(ours)
+        match = pattern.fullmatch(name)
+        if match is not None:
+            return match.expand(ours)
     return name
 
 

@@ -27,7 +27,7 @@ def find_architecture(model_type: str) -> Architecture:
 
     Raises `ModelError` for an unknown one, with the list of known ones.
     """
-    brought = {each.name: each for each in entry_points(group=GROUP)}
+    brought = {entry.name: entry for entry in entry_points(group=GROUP)}
     if model_type in brought:
         return _loaded(brought[model_type])
     if model_type in BUILTIN:
@@ -45,11 +45,12 @@ def _loaded(entry: EntryPoint) -> Architecture:
     from roll_strategy_megatron.bridge.rules import Architecture
 
     try:
-        found = entry.load()
+        architecture = entry.load()
     except Exception as error:  # third-party code may raise anything; name the package
         raise ModelError(f"entry point {entry.name} = {entry.value!r} of {GROUP} cannot be loaded: {error}") from error
-    if not isinstance(found, Architecture):
+    if not isinstance(architecture, Architecture):
         raise ModelError(
-            f"entry point {entry.name} = {entry.value!r} of {GROUP} is a {type(found).__name__}, not an Architecture"
+            f"entry point {entry.name} = {entry.value!r} of {GROUP} is a {type(architecture).__name__}, not an"
+            " Architecture"
         )
-    return found
+    return architecture

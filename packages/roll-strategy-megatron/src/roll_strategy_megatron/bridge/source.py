@@ -51,8 +51,8 @@ class FileSource(Source):
         place = self._places[name]
         if place not in self._opened:
             self._opened[place] = self._stack.enter_context(safe_open(place, framework="pt"))
-        found: Tensor = self._opened[place].get_tensor(name)
-        return found
+        tensor: Tensor = self._opened[place].get_tensor(name)
+        return tensor
 
     def close(self) -> None:
         """Close the files."""
@@ -99,7 +99,7 @@ def _described(model: PreTrainedModel, source: Source) -> Source:
 def head_name(model: PreTrainedModel) -> str:
     """Name of the weight of the one-output layer of a model with task `value` or `reward`."""
     head = scalar_head(model).weight
-    name: str = next(name for name, each in model.named_parameters() if each is head)
+    name: str = next(name for name, parameter in model.named_parameters() if parameter is head)
     return name
 
 

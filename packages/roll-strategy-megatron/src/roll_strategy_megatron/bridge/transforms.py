@@ -43,12 +43,12 @@ class Transform(ABC):
         """Join Hugging Face's tensors into one."""
 
     @abstractmethod
-    def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
+    def split(self, tensor: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Split a joined tensor into Hugging Face's: the inverse of `join`."""
 
-    def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
+    def cut(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """A tensor-parallel rank's shard of the joined tensor."""
-        return whole if self.tp_dim is None else whole.chunk(size, self.tp_dim)[rank]
+        return tensor if self.tp_dim is None else tensor.chunk(size, self.tp_dim)[rank]
 
     def whole_shape(self, share: Tensor, size: int, sizes: Sizes) -> tuple[int, ...]:
         """Shape of a shard as `cut` returns it; Megatron's parameter may have fewer dimensions."""
@@ -66,9 +66,9 @@ class Copy(Transform):
         """Return the only part."""
         return parts[0].T if self.transposed else parts[0]
 
-    def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
+    def split(self, tensor: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Return the tensor as the only part."""
-        return [whole.T if self.transposed else whole]
+        return [tensor.T if self.transposed else tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,9 @@ class Vocabulary(Transform):
         missing = sizes.padded_vocab - sizes.vocab
         return torch.cat([parts[0], parts[0].new_zeros(missing, parts[0].shape[1])]) if missing else parts[0]
 
-    def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
+    def split(self, tensor: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Drop the padding."""
-        return [whole[: sizes.vocab]]
+        return [tensor[: sizes.vocab]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +99,14 @@ class FuseQKV(Transform):
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """Join query, key and value, in this order."""
         if len(parts) == 1:
-            rows = [each * sizes.head_dim for each in (sizes.num_heads, sizes.num_groups, sizes.num_groups)]
+            rows = [heads * sizes.head_dim for heads in (sizes.num_heads, sizes.num_groups, sizes.num_groups)]
             parts = torch.split(parts[0], rows)
-        return torch.cat([each.reshape(sizes.num_groups, -1, *each.shape[1:]) for each in parts], dim=1)
+        return torch.cat([part.reshape(sizes.num_groups, -1, *part.shape[1:]) for part in parts], dim=1)
 
-    def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
+    def split(self, tensor: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Split into query, key and value, in this order, or return all as one tensor."""
         queries = sizes.num_heads // sizes.num_groups * sizes.head_dim
-        parts = [each.flatten(0, 1) for each in torch.split(whole, [queries, sizes.head_dim, sizes.head_dim], dim=1)]
+        parts = [part.flatten(0, 1) for part in torch.split(tensor, [queries, sizes.head_dim, sizes.head_dim], dim=1)]
         return parts if num_parts == 3 else [torch.cat(parts)]
 
     def whole_shape(self, share: Tensor, size: int, sizes: Sizes) -> tuple[int, ...]:
@@ -129,18 +129,18 @@ class ShardedParts(Transform):
         """Return the only part."""
         return parts[0]
 
-    def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
+    def cut(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """A rank's rows of each projection."""
-        return torch.cat([each.chunk(size)[rank] for each in torch.split(whole, list(self.rows))])
+        return torch.cat([part.chunk(size)[rank] for part in torch.split(tensor, list(self.rows))])
 
     def whole_shape(self, share: Tensor, size: int, sizes: Sizes) -> tuple[int, ...]:
         """Shape of a shard with a dimension for the ranks."""
         return (1, *share.shape)
 
-    def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
+    def split(self, tensor: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Put each projection's rows of all ranks together."""
-        by_projection = torch.split(whole, [each // len(whole) for each in self.rows], dim=1)
-        return [torch.cat([each.flatten(0, 1) for each in by_projection])]
+        by_projection = torch.split(tensor, [rows // len(tensor) for rows in self.rows], dim=1)
+        return [torch.cat([part.flatten(0, 1) for part in by_projection])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +162,9 @@ class FuseGateUp(Transform):
             return both.reshape(len(both) // 2, 2, *both.shape[1:]).transpose(0, 1)
         return both.reshape(2, len(both) // 2, *both.shape[1:])  # an expert without tokens has parts without columns
 
-    def split(self, whole: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
+    def split(self, tensor: Tensor, num_parts: int, sizes: Sizes) -> list[Tensor]:
         """Split into gate and up, in this order, or return both as one tensor."""
-        both = (whole.transpose(0, 1) if self.interleaved else whole).flatten(0, 1)
+        both = (tensor.transpose(0, 1) if self.interleaved else tensor).flatten(0, 1)
         return list((both.T if self.transposed else both).chunk(num_parts))
 
     def whole_shape(self, share: Tensor, size: int, sizes: Sizes) -> tuple[int, ...]:
