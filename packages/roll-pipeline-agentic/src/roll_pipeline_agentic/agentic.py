@@ -234,7 +234,7 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig]):
             forks = sum(len(rows(rollout)) - 1 for rollout in rollouts)
             if later and forks / later > FORK_SHARE:
                 self.warned_of_forks.add(tag)
-                found = (first_difference(rollout, self.encoders[tag].text) for rollout in rollouts)
+                differences = (first_difference(rollout, self.encoders[tag].text) for rollout in rollouts)
                 log.warning(
                     "custom_envs.%s: %d of %d later turns begin a new training row, because their prompts do not"
                     " continue an earlier conversation%s. Set thinking: keep if the template removes reasoning, or keep"
@@ -242,20 +242,20 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig]):
                     tag,
                     forks,
                     later,
-                    next(filter(None, found), ""),
+                    next(filter(None, differences), ""),
                 )
 
     def _host_metrics(self) -> dict[str, float]:
         """Durations of the environments' calls, and counts of the agents' recorders, since the last call."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for tag, agent in self.agents.items():
-            found |= {f"agent/{tag}/{name}": number for name, number in agent.take_counts().items()}
+            metrics |= {f"agent/{tag}/{name}": number for name, number in agent.take_counts().items()}
         for tag, host in (*self.hosts.items(), *self.agents.items()):
             for method, seconds in host.take_seconds().items():
                 if seconds:
-                    found[f"env/{tag}/{method}_s/mean"] = statistics.fmean(seconds)
-                    found[f"env/{tag}/{method}_s/max"] = max(seconds)
-        return found
+                    metrics[f"env/{tag}/{method}_s/mean"] = statistics.fmean(seconds)
+                    metrics[f"env/{tag}/{method}_s/max"] = max(seconds)
+        return metrics
 
     @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:
@@ -307,10 +307,12 @@ def first_difference(rollout: Rollout, text: Callable[[TokenIds], str]) -> str:
     for index, turn in enumerate(rollout.turns):
         prompt = sequences[index][: len(sequences[index]) - len(turn.sampled_ids)]
         common = [_num_common(prompt, other) for other in sequences[:index]]
-        if index and all(number < min(len(prompt), len(each)) for number, each in zip(common, sequences, strict=False)):
+        if index and all(
+            number < min(len(prompt), len(sequence)) for number, sequence in zip(common, sequences, strict=False)
+        ):
             other = int(np.argmax(common))
-            at = common[other]
-            before, after = (text(ids[at : at + NUM_SHOWN]) for ids in (sequences[other], prompt))
+            offset = common[other]
+            before, after = (text(ids[offset : offset + NUM_SHOWN]) for ids in (sequences[other], prompt))
             return f": turn {index + 1} has {after!r:.120} where turn {other + 1} has {before!r:.120}"
     return ""
 
@@ -331,19 +333,19 @@ def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = (
 
     Tags in `with_success` have the metric `success` also if no episode reports it. Each player of an episode counts.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     by_tag: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None and not sample.reward.failed:
             by_tag[sample.tag].append(sample)
-    valid = [sample for each in by_tag.values() for sample in each]
+    valid = [sample for tagged in by_tag.values() for sample in tagged]
     if not valid:
-        return found
-    found["rollout/forks"] = float(sum(len(rows(sample.rollout)) - 1 for sample in valid if sample.rollout))
+        return metrics
+    metrics["rollout/forks"] = float(sum(len(rows(sample.rollout)) - 1 for sample in valid if sample.rollout))
     for tag, episodes in by_tag.items():
         turns = [len(sample.rollout.turns) for sample in episodes if sample.rollout]
         replies = [turn for sample in episodes if sample.rollout for turn in sample.rollout.turns]
-        found |= {
+        metrics |= {
             f"env/{tag}/score/mean": statistics.fmean(map(_value, episodes)),
             f"env/{tag}/turns/mean": statistics.fmean(turns),
             f"env/{tag}/turns/max": float(max(turns)),
@@ -357,30 +359,30 @@ def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = (
         for index in range(min(max(turns), NUM_TURNS)):
             reached = [rollout.turns[index] for rollout in rollouts if len(rollout.turns) > index]
             prefix = f"env/{tag}/turn_{index + 1}"
-            found[f"{prefix}/share"] = len(reached) / len(rollouts)
-            found[f"{prefix}/tokens"] = statistics.fmean(len(turn.sampled_ids) for turn in reached)
-            if given := [turn.reward for turn in reached if turn.reward is not None]:
-                found[f"{prefix}/reward"] = statistics.fmean(given)
+            metrics[f"{prefix}/share"] = len(reached) / len(rollouts)
+            metrics[f"{prefix}/tokens"] = statistics.fmean(len(turn.sampled_ids) for turn in reached)
+            if rewards := [turn.reward for turn in reached if turn.reward is not None]:
+                metrics[f"{prefix}/reward"] = statistics.fmean(rewards)
         num_episodes = len({sample.episode for sample in episodes})
         for player in dict.fromkeys(sample.player for sample in episodes if sample.player):
-            own = [sample for sample in episodes if sample.player == player]
-            found[f"env/{tag}/player_{player}/score/mean"] = statistics.fmean(map(_value, own))
-            found[f"env/{tag}/player_{player}/share"] = len(own) / num_episodes
+            of_player = [sample for sample in episodes if sample.player == player]
+            metrics[f"env/{tag}/player_{player}/score/mean"] = statistics.fmean(map(_value, of_player))
+            metrics[f"env/{tag}/player_{player}/share"] = len(of_player) / num_episodes
         means: defaultdict[str, list[float]] = defaultdict(list)
         for sample in episodes:
             values: defaultdict[str, list[float]] = defaultdict(list)
             for turn in sample.rollout.turns if sample.rollout else ():
                 for name, value in turn.metrics.items():
                     values[name].append(value)
-            for name, each in values.items():
+            for name, numbers in values.items():
                 # `success` is a state of the episode, which its last turn has.
-                means[name].append(each[-1] if name == "success" else statistics.fmean(each))
+                means[name].append(numbers[-1] if name == "success" else statistics.fmean(numbers))
         if tag in with_success:
             means["success"] += []
         # An episode that ends without `success`, for example after its last turn, is none.
-        nums = {name: len(episodes) if name == "success" else len(each) for name, each in means.items()}
-        found |= {f"env/{tag}/{name}": sum(each) / nums[name] for name, each in means.items()}
-    return found
+        nums = {name: len(episodes) if name == "success" else len(numbers) for name, numbers in means.items()}
+        metrics |= {f"env/{tag}/{name}": sum(numbers) / nums[name] for name, numbers in means.items()}
+    return metrics
 
 
 def _value(sample: Sample) -> float:

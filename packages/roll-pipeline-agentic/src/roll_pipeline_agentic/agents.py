@@ -133,7 +133,7 @@ class AgentHost(EnvironmentHost):
             unrecorded_replies=self.config.unrecorded_replies,
         )
         await self._server.start()
-        found: Reward | EnvironmentFailure | None
+        outcome: Reward | EnvironmentFailure | None
         done = True
         try:
             with self._server.session(recorder) as secret:
@@ -142,27 +142,27 @@ class AgentHost(EnvironmentHost):
                 async with self.agent() as agent:
                     if environments is None:
                         result = await self._run(agent, recorder, prompt.metadata, session)
-                        found = self._own_reward(result, recorder)
+                        outcome = self._own_reward(result, recorder)
                     else:
                         async with environments.environment() as environment:
-                            found, done = await self._converse(agent, environment, recorder, prompt.metadata, session)
+                            outcome, done = await self._converse(agent, environment, recorder, prompt.metadata, session)
         except EnvironmentFailure as failure:
-            found = failure
+            outcome = failure
         finally:
             rollout = await recorder.finish()
             self.counts.update(recorder.counts)
         if recorder.problem:
             self.counts["incomplete"] += 1
-            found = self.failure("recording", f"excluded from training: {recorder.problem}")
-        elif not rollout.turns and not isinstance(found, EnvironmentFailure):
-            found = self.failure("run", "the agent returned without a call to the policy")
-        if isinstance(found, EnvironmentFailure):
-            return Played(rollout=rollout, failure=found)
+            outcome = self.failure("recording", f"excluded from training: {recorder.problem}")
+        elif not rollout.turns and not isinstance(outcome, EnvironmentFailure):
+            outcome = self.failure("run", "the agent returned without a call to the policy")
+        if isinstance(outcome, EnvironmentFailure):
+            return Played(rollout=rollout, failure=outcome)
         self.calls.append(len(rollout.turns))
         return Played(
-            rollout=_credited(rollout, found),
+            rollout=_credited(rollout, outcome),
             finish_reason="stop" if done and not recorder.truncated else "length",
-            reward=found,
+            reward=outcome,
         )
 
     async def scored(self, context: RolloutContext, group: Group) -> Group:
@@ -171,11 +171,11 @@ class AgentHost(EnvironmentHost):
         if not waiting:
             return group
         scored = (await context.score(Group(id=group.id, samples=tuple(waiting)))).samples
-        found = {
+        by_id = {
             sample.id: replace(sample, rollout=sample.rollout and _credited(sample.rollout, sample.reward))
             for sample in scored
         }
-        return Group(id=group.id, samples=tuple(found.get(sample.id, sample) for sample in group.samples))
+        return Group(id=group.id, samples=tuple(by_id.get(sample.id, sample) for sample in group.samples))
 
     async def _converse(
         self, agent: Any, environment: HostedEnvironment, recorder: Recorder, task: Task, session: Session
@@ -216,20 +216,20 @@ class AgentHost(EnvironmentHost):
         detail = {} if score is None else dict(score.detail)
         return Reward(value=float(sum(values)), detail=detail), turn.done and not turn.truncated
 
-    def _own_reward(self, found: Any, recorder: Recorder) -> Reward | None:
+    def _own_reward(self, result: Any, recorder: Recorder) -> Reward | None:
         """The reward that the agent returned; None if `rewards` score the rollout."""
         if self._run_config.rewards:
-            if isinstance(found, Reward):
+            if isinstance(result, Reward):
                 raise self.failure("run", "returned a reward, but the config has rewards: return a text or None")
             return None
-        if isinstance(found, Reward):
-            self.check_reward("run", found)
-            return found
+        if isinstance(result, Reward):
+            self.check_reward("run", result)
+            return result
         if recorder.truncated:
             raise self.failure("run", "returned no reward after a call beyond the limits of turns or tokens")
         raise self.failure(
             "run",
-            f"returned {'a text' if isinstance(found, str) else 'None'}, expected a reward: return a number, or"
+            f"returned {'a text' if isinstance(result, str) else 'None'}, expected a reward: return a number, or"
             " set environment or rewards to score the rollout",
         )
 
@@ -258,8 +258,8 @@ class AgentHost(EnvironmentHost):
             after = " after a call beyond the limits of turns or tokens" if recorder.truncated else ""
             raise self.failure("run", f"{described(error)}{after}") from error
         finally:
-            for each in (running, failed, late):
-                each.cancel()
+            for pending in (running, failed, late):
+                pending.cancel()
             await asyncio.gather(running, failed, late, return_exceptions=True)
         self.seconds["run"].append(time.monotonic() - begin)
         return result
@@ -272,11 +272,11 @@ class AgentHost(EnvironmentHost):
 
     def take_counts(self) -> dict[str, float]:
         """Metrics of the recorders since the last call."""
-        found = {name: float(number) for name, number in self.counts.items() if number}
+        metrics = {name: float(number) for name, number in self.counts.items() if number}
         if self.calls:
-            found["calls/mean"] = sum(self.calls) / len(self.calls)
+            metrics["calls/mean"] = sum(self.calls) / len(self.calls)
         self.counts, self.calls = Counter(), []
-        return found
+        return metrics
 
 
 def _credited(rollout: Rollout, reward: Reward | None) -> Rollout:
@@ -308,10 +308,10 @@ class CommandAgent(Agent):
                 start_new_session=True,  # so that a kill also ends what the program started
             )
         )
-        given = {"task": dict(task), "seed": session.seed, "messages": list(session.messages)}
+        inputs = {"task": dict(task), "seed": session.seed, "messages": list(session.messages)}
         try:
             process = await asyncio.shield(starting)  # a cancelled start would leave what the program has started
-            output, errors = await process.communicate(json.dumps(given | {"tools": list(session.tools)}).encode())
+            output, errors = await process.communicate(json.dumps(inputs | {"tools": list(session.tools)}).encode())
         finally:
             await _ended(asyncio.ensure_future(_killed(starting)))
         if process.returncode:

@@ -31,7 +31,7 @@ RESULTS: dict[str, tuple[type, ...]] = {
 
 def wire_arguments(method: str, arguments: tuple[Any, ...]) -> list[Any]:
     """Arguments of a call as JSON values."""
-    return [asdict(each) if isinstance(each, Reply | Session) else each for each in arguments]
+    return [asdict(argument) if isinstance(argument, Reply | Session) else argument for argument in arguments]
 
 
 def wire_result(method: str, result: Any) -> Any:
@@ -49,13 +49,15 @@ def result_from(method: str, name: str, wired: Any, *, plain: bool = False) -> A
     types = RESULTS[method]
     if plain and method == "score" and isinstance(wired, int | float):
         return Reward(value=float(wired))
-    if (plain and isinstance(wired, dict) and method != "close") or name in {each.__name__ for each in types}:
+    if (plain and isinstance(wired, dict) and method != "close") or name in {
+        result_type.__name__ for result_type in types
+    }:
         return types[0](**wired) if isinstance(wired, dict) else wired
     raise TypeError(_unexpected(method, name))
 
 
 def _unexpected(method: str, name: str) -> str:
-    return f"{method} returned {name}, expected {' or '.join(each.__name__ for each in RESULTS[method])}"
+    return f"{method} returned {name}, expected {' or '.join(result_type.__name__ for result_type in RESULTS[method])}"
 
 
 def seed_of(*parts: int | str) -> int:

@@ -176,13 +176,13 @@ class ChatEncoder:
     def parse(self, ids: TokenIds, chat: EncodedChat | None = None) -> ParsedReply:
         """Content, tool calls and reasoning of a sampled reply, whose prompt is `chat`. Never raises."""
         messages = chat.messages if chat else ()
-        num_calls = sum(len(each.get("tool_calls") or ()) for each in messages)
+        num_calls = sum(len(message.get("tool_calls") or ()) for message in messages)
         return parse_tool_calls(
             self.reply_text(ids),
             self.tool_format,
             tools=chat.tools if chat else (),
             reasoning_open=chat is not None and opens_reasoning(chat.text),
-            first_id=max(num_calls, sum(each["role"] == "tool" for each in messages)),
+            first_id=max(num_calls, sum(message["role"] == "tool" for message in messages)),
         )
 
     def settled(self, ids: TokenIds, chat: EncodedChat, stop: Sequence[str] = ()) -> SettledParts:
@@ -205,7 +205,7 @@ class ChatEncoder:
 
         None if the template rewrites a content, for example escapes it.
         """
-        found = []
+        spans = []
         for index in range(len(chat.messages) - number, len(chat.messages)):
             content = str(chat.messages[index]["content"]).strip()
             if not content:
@@ -218,24 +218,28 @@ class ChatEncoder:
             if chat.text != before + inner + after or inner.strip() != content:
                 return None
             begin = len(before) + inner.index(content)
-            found.append((begin, begin + len(content)))
-        return found
+            spans.append((begin, begin + len(content)))
+        return spans
 
     def _around(self, chat: EncodedChat, index: int) -> tuple[str, str] | None:
         """The texts before and after the content of a message in the template's rendering of `chat`."""
         try:
             one, other = (
                 self._render(
-                    (*chat.messages[:index], {**chat.messages[index], "content": each}, *chat.messages[index + 1 :]),
+                    (
+                        *chat.messages[:index],
+                        {**chat.messages[index], "content": sentinel},
+                        *chat.messages[index + 1 :],
+                    ),
                     chat.tools,
                 )
-                for each in SENTINELS
+                for sentinel in SENTINELS
             )
         except DataError:
             return None
         after = common_end([one, other])
         before = one.removesuffix(SENTINELS[0] + after)
-        return (before, after) if [before + each + after for each in SENTINELS] == [one, other] else None
+        return (before, after) if [before + sentinel + after for sentinel in SENTINELS] == [one, other] else None
 
     def reply_text(self, ids: TokenIds) -> str:
         """The text of a sampled reply, without the tokens that end the turn."""
@@ -313,8 +317,8 @@ class ChatEncoder:
         after = common_end(renderings)
         if ended:
             end = self.text(reply_ids[-1:])
-            _, found, rest = after.partition(end)
-            if not found:
+            _, separator, rest = after.partition(end)
+            if not separator:
                 return None  # the model ended its turn by another token than the template
             after = end + rest
         elif not after.startswith(self._atoms):
@@ -346,8 +350,8 @@ class ChatEncoder:
         if not text.startswith(chat.text):
             return False
         ours, theirs = (
-            parse_tool_calls(each, self.tool_format, tools=chat.tools, reasoning_open=opens_reasoning(chat.text))
-            for each in (sampled, text[len(chat.text) :])
+            parse_tool_calls(reply, self.tool_format, tools=chat.tools, reasoning_open=opens_reasoning(chat.text))
+            for reply in (sampled, text[len(chat.text) :])
         )
         return _meaning(ours) == _meaning(theirs)
 
@@ -359,10 +363,10 @@ class ChatEncoder:
         return ids[:end]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        given = [dict(message) for message in messages]
+        plain = [dict(message) for message in messages]
         if not self.accepts_tools:  # it renders calls as part of the contents
-            given = [{key: each[key] for key in ("role", "content")} for each in given]
-        return self._encoder.template.prompt(given, tools)
+            plain = [{key: message[key] for key in ("role", "content")} for message in plain]
+        return self._encoder.template.prompt(plain, tools)
 
     def text(self, ids: TokenIds) -> str:
         """Text of token ids, with special tokens."""
@@ -380,5 +384,5 @@ def _squeezed(text: str) -> str:
 
 def _meaning(parsed: ParsedReply) -> tuple[object, ...]:
     """What two ways to write a reply have in common."""
-    calls = [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in parsed.tool_calls]
+    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in parsed.tool_calls]
     return _squeezed(parsed.content), calls, _squeezed(parsed.reasoning)

@@ -56,10 +56,10 @@ class ResponseMaskConfig(Config):
     @classmethod
     def _is_a_pattern(cls, value: str | None) -> str | None:
         try:
-            found = None if value is None else re.compile(value, re.DOTALL)
+            pattern = None if value is None else re.compile(value, re.DOTALL)
         except re.error as error:
             raise ValueError(f"{value!r} is not a regular expression: {error}") from None
-        if found is not None and found.fullmatch(""):
+        if pattern is not None and pattern.fullmatch(""):
             raise ValueError(f"{value!r} matches the empty text, expected a pattern of at least one character")
         return value
 
@@ -264,7 +264,7 @@ class AgenticConfig(PolicyConfig):
         if len(self.rewards) > 1 and (missing := [tag for tag in self.scored_by_rewards if tag not in tags]):
             raise ValueError(f"no entry of rewards scores custom_envs.{missing[0]}: set rewards.<domain>.tag_included")
         agents = [tag for tag, entry in self.custom_envs.items() if entry.agent]
-        penalties = [each.format_penalty for each in (self.train_env_manager, self.val_env_manager) if each]
+        penalties = [manager.format_penalty for manager in (self.train_env_manager, self.val_env_manager) if manager]
         if agents and (self.echo_coef or any(penalties)):
             key = "echo_coef" if self.echo_coef else "format_penalty"
             raise ValueError(f"{key} has no effect on custom_envs.{agents[0]}: its agent composes the messages itself")
@@ -374,8 +374,8 @@ class AgenticConfig(PolicyConfig):
 
 def _keys_of(values: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     """The block `name` as written; empty if it is none."""
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 class StepReinforceOptions(AdvantageOptions):

@@ -101,8 +101,8 @@ def describe(python: str, target: str, options: str) -> dict[str, Any]:
     reply = json.loads(line)
     if "error" in reply:
         raise CallFailed(f"{python} cannot use {target}: {reply['error']}")
-    found: dict[str, Any] = reply["result"]
-    return found
+    result: dict[str, Any] = reply["result"]
+    return result
 
 
 class CallFailed(Exception):
@@ -151,10 +151,10 @@ def described(error: BaseException) -> str:
 def load(target: str) -> Any:
     """The object that `module:name` names."""
     module, _, name = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for each in name.split("."):
-        found = getattr(found, each)
-    return found
+    value: Any = importlib.import_module(module)
+    for attribute in name.split("."):
+        value = getattr(value, attribute)
+    return value
 
 
 def main() -> None:
@@ -211,12 +211,12 @@ def _create(target: str, options: dict[str, Any]) -> Any:
 
 def _description(target: str, options: dict[str, Any]) -> dict[str, Any]:
     """Facts about a class. Raises unless it has the methods of an environment and takes the options."""
-    found = load(target)
-    missing = [name for name in ("reset", "step", "score", "close") if not callable(getattr(found, name, None))]
+    factory = load(target)
+    missing = [name for name in ("reset", "step", "score", "close") if not callable(getattr(factory, name, None))]
     if missing:
         raise TypeError(f"{target} has no method {', '.join(missing)}")
-    inspect.signature(found).bind(**options)
-    return {"reports_success": bool(getattr(found, "reports_success", False))}
+    inspect.signature(factory).bind(**options)
+    return {"reports_success": bool(getattr(factory, "reports_success", False))}
 
 
 def argument_from(method: str, fields: dict[str, Any]) -> Any:

@@ -109,12 +109,12 @@ class EpisodeGroup(RolloutProgram):
         async with self._episodes.groups:
             tasks = [asyncio.ensure_future(self._episode(context, prompt, index)) for index in range(context.n)]
             try:
-                found = await asyncio.gather(*tasks)
+                results = await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)  # until their environments are closed
-        group = Group(id=prompt.id, samples=tuple(sample for samples in found for sample in samples))
+        group = Group(id=prompt.id, samples=tuple(sample for samples in results for sample in samples))
         return group if self._agent is None else await self._agent.scored(context, group)
 
     @override
@@ -254,56 +254,60 @@ class _Attempt:
                     reason = f"{len(chat.ids)} tokens, more than prompt_length {config.prompt_length}"
                     raise host.failure(method, reason)
                 conversations[player] = _Conversation(chat, state_of(result.state, result.messages))
-            own = conversations[player]
+            conversation = conversations[player]
             budget = min(
-                config.max_reply_tokens(tag), config.prompt_length + config.response_length - len(own.chat.ids)
+                config.max_reply_tokens(tag), config.prompt_length + config.response_length - len(conversation.chat.ids)
             )
             if config.max_tokens_per_traj is not None:
                 budget = min(budget, config.max_tokens_per_traj - num_sampled)
             if budget <= 0:
                 break
             completion = await context.generate(
-                own.chat.ids,
+                conversation.chat.ids,
                 params=replace(context.params, max_new_tokens=budget),
-                key=self._group.key(self._index, own.chat.ids),
+                key=self._group.key(self._index, conversation.chat.ids),
             )
             (output,) = completion.outputs
-            result = turn = await environment.step(_reply(episodes, encoder, own.chat, output))
+            result = turn = await environment.step(_reply(episodes, encoder, conversation.chat, output))
             record = record_turn(
                 output,
-                own.chat.ids,
-                own.rollout,
-                own.parent,
+                conversation.chat.ids,
+                conversation.rollout,
+                conversation.parent,
                 reward=turn.reward,
-                state=own.state,
+                state=conversation.state,
                 metrics=dict(turn.metrics),
-                observation_mask=own.observed,
+                observation_mask=conversation.observed,
             )
             num_sampled += len(output.token_ids)
-            own.rollout = Rollout(turns=(*own.rollout.turns, record))
+            conversation.rollout = Rollout(turns=(*conversation.rollout.turns, record))
             for name, reward in turn.rewards.items():
                 owed[name] += reward
-            for name, each in conversations.items():
+            for name, rewarded in conversations.items():
                 if name in owed:
-                    each.add_to_last(owed.pop(name))
-            self._rollouts = {name: each.rollout for name, each in conversations.items()}
+                    rewarded.add_to_last(owed.pop(name))
+            self._rollouts = {name: conversation.rollout for name, conversation in conversations.items()}
             done = turn.done and not turn.truncated
             if turn.done or turn.truncated:
                 break
             player = turn.player or player
         return self.samples("stop" if done else "length", self._rewards(host, await environment.score()))
 
-    def _extend(self, own: _Conversation, turn: Opening | Turn) -> None:
+    def _extend(self, conversation: _Conversation, turn: Opening | Turn) -> None:
         """Continue a conversation with the messages after its last turn."""
         tag = self._prompt.tag
-        encoder, chat, last = self._episodes.encoders[tag], own.chat, own.rollout.turns[-1].sampled_ids
+        encoder, chat, last = (
+            self._episodes.encoders[tag],
+            conversation.chat,
+            conversation.rollout.turns[-1].sampled_ids,
+        )
         extended = encoder.extend(chat, last, turn.messages)
-        own.parent = None if extended is None else len(own.rollout.turns) - 1
+        conversation.parent = None if extended is None else len(conversation.rollout.turns) - 1
         known = 0 if extended is None else len(chat.ids) + len(last)
         history = (*chat.messages, encoder.reply(last, chat), *turn.messages)
-        own.chat = extended or self._encoded("step", history, chat.tools)
-        own.observed = self._episodes.observed(tag, own.chat, known, len(turn.messages))
-        own.state = state_of(turn.state, turn.messages)
+        conversation.chat = extended or self._encoded("step", history, chat.tools)
+        conversation.observed = self._episodes.observed(tag, conversation.chat, known, len(turn.messages))
+        conversation.state = state_of(turn.state, turn.messages)
 
     def _encoded(self, method: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> EncodedChat:
         """Encode a conversation. Messages that cannot be encoded are a failure of `method`, whose messages are last."""
@@ -319,9 +323,9 @@ class _Attempt:
             raise host.failure(
                 "reset", "there is no turn: prompt_length and response_length leave no token for a reply"
             )
-        found = {player: self._reward(host, player, score) for player in self._rollouts}
-        self._rollouts = {player: rollout for player, (rollout, _) in found.items()}
-        return {player: reward for player, (_, reward) in found.items()}
+        credited = {player: self._reward(host, player, score) for player in self._rollouts}
+        self._rollouts = {player: rollout for player, (rollout, _) in credited.items()}
+        return {player: reward for player, (_, reward) in credited.items()}
 
     def _reward(self, host: EnvironmentHost, player: str, score: Reward | None) -> tuple[Rollout, Reward]:
         """Rollout of a player with all its rewards, and their sum."""

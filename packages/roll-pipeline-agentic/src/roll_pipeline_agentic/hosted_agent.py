@@ -20,9 +20,9 @@ class HostedAgent:
     """An agent of a class or function, whose result is a `Reward`, a text or None."""
 
     def __init__(self, target: str, options: Mapping[str, Any]) -> None:
-        found = load(target)
-        self._agent = found(**options) if isinstance(found, type) else None
-        self._run = partial(found, **options) if self._agent is None else self._agent.run
+        agent = load(target)
+        self._agent = agent(**options) if isinstance(agent, type) else None
+        self._run = partial(agent, **options) if self._agent is None else self._agent.run
 
     @property
     def is_async(self) -> bool:

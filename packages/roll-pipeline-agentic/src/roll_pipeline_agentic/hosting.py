@@ -75,7 +75,7 @@ class HostedEnvironment:
             raise self._host.failure("reset", f"tools are {tools!r:.200}, expected a list of schemas in JSON values")
         if not (
             isinstance(players, list | tuple)
-            and all(isinstance(each, str) and each for each in players)
+            and all(isinstance(player, str) and player for player in players)
             and len(set(players)) == len(players)
         ):
             raise self._host.failure("reset", f"players are {players!r:.200}, expected a list of different names")
@@ -126,7 +126,7 @@ class HostedEnvironment:
 
     def _check_messages(self, method: str, messages: Any, *, required: bool) -> None:
         valid = _are_json_objects(messages) and all(
-            each.get("role") in ROLES and isinstance(each.get("content"), str) for each in messages
+            message.get("role") in ROLES and isinstance(message.get("content"), str) for message in messages
         )
         if not valid or (required and not messages):
             raise self._host.failure(
@@ -150,7 +150,7 @@ ROLES = ("user", "system", "tool")
 
 def _are_json_objects(values: Any) -> bool:
     """True if `values` are dicts of JSON values whose texts are valid UTF-8."""
-    if not isinstance(values, list | tuple) or not all(isinstance(each, dict) for each in values):
+    if not isinstance(values, list | tuple) or not all(isinstance(value, dict) for value in values):
         return False
     try:
         json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
@@ -413,9 +413,9 @@ class _Process(_Caller):
     async def start(cls, host: EnvironmentHost) -> _Process:
         """Start a process."""
         process, ours = start_process(host.python)
-        found = cls(host, process)
-        found._reader, found._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
-        return found
+        hosted = cls(host, process)
+        hosted._reader, hosted._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE)
+        return hosted
 
     async def request(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and return its reply. Kills the process unless it replies in time."""

@@ -57,7 +57,7 @@ def mask_of_reply(ids: TokenIds, decode: Decode, pattern: str | None) -> Bools:
     """Mask of a reply's tokens in matches of `pattern`, or of all tokens without one."""
     if pattern is None:
         return np.ones(len(ids), dtype=np.bool_)
-    return mask_of_spans(ids, decode, [each.span() for each in re.finditer(pattern, decode(ids), re.DOTALL)])
+    return mask_of_spans(ids, decode, [match.span() for match in re.finditer(pattern, decode(ids), re.DOTALL)])
 
 
 def mask_of_messages(ids: TokenIds, encoder: ChatEncoder, chat: EncodedChat, number: int) -> Bools | None:
@@ -85,4 +85,4 @@ def mask_rollout(rollout: Rollout, config: ResponseMaskConfig, encoder: ChatEnco
         spans = encoder.spans(ids, turn.context_ids)
         return mask_of_spans(ids, encoder.text, [(begin, end) for begin, end, part in spans if part in config.parts])
 
-    return Rollout(turns=tuple(replace(turn, loss_mask=mask(at, turn)) for at, turn in enumerate(rollout.turns)))
+    return Rollout(turns=tuple(replace(turn, loss_mask=mask(index, turn)) for index, turn in enumerate(rollout.turns)))

@@ -198,9 +198,9 @@ class Recorder:
             if known.digest != digest:
                 raise RequestError(f"idempotency key {key!r} was used for another request", status=422)
             return known
-        if found := self._repeated(digest, retried=retried):
+        if repeated := self._repeated(digest, retried=retried):
             self.counts["repeated_calls"] += 1
-            return found
+            return repeated
         call = Call(digest, len(self._calls), asyncio.ensure_future(self._generate(request)))
         call.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if no client waits
         self._calls.append(call)
@@ -234,8 +234,8 @@ class Recorder:
                 )
                 state = state_of(None, request.messages[begin:])
                 return [
-                    self._record(call, request, chat, at, output, continued, state)
-                    for at, output in enumerate(completion.outputs)
+                    self._record(call, request, chat, choice, output, continued, state)
+                    for choice, output in enumerate(completion.outputs)
                 ]
             except Exception as error:  # of the engine or the runtime; it ends the run
                 self.error = self.error or error
@@ -283,7 +283,9 @@ class Recorder:
         try:
             # Rendering and encoding a long conversation takes seconds, in which the loop serves all other episodes.
             states = await off_loop(_digests, messages, request.tools)
-            known = [(at + 1, self._replies[digest]) for at, digest in enumerate(states) if digest in self._replies]
+            known = [
+                (index + 1, self._replies[digest]) for index, digest in enumerate(states) if digest in self._replies
+            ]
             begin, reply = known[-1] if known else (0, None)
             self._check_replies(messages[begin:], first=first)
             chat = await off_loop(self._encoded, reply, messages[begin:], request.tools)
@@ -354,12 +356,12 @@ class Recorder:
         call: Call,
         request: ChatRequest,
         chat: EncodedChat,
-        at: int,
+        choice: int,
         output: CompletionOutput,
         continued: int | None,
         state: State,
     ) -> ChatReply:
-        """Record the output `at` of a call as a turn, and convert it to a reply."""
+        """Record the output `choice` of a call as a turn, and convert it to a reply."""
         if not len(output.token_ids) or output.finish_reason == "abort":
             number = len(output.token_ids)
             self.incomplete(f"the engine returned a response of {number} tokens ({output.finish_reason})")
@@ -370,10 +372,10 @@ class Recorder:
         self._sequences.append(np.concatenate([chat.ids, output.token_ids]))
         call.turns.append(index)
         message = self._message(output.token_ids, chat)
-        sent = call.parts[at] if call.parts else SettledParts("", "")
+        sent = call.parts[choice] if call.parts else SettledParts("", "")
         if not _parts(message).extends(sent):  # a later </think> made reasoning of content that was streamed
             message = {"role": "assistant", "content": self._encoder.reply_text(output.token_ids)}
-        stop = next((each for each in request.stop if each in str(message["content"])), None)
+        stop = next((stop for stop in request.stop if stop in str(message["content"])), None)
         if stop is not None:
             message["content"] = str(message["content"]).partition(stop)[0]
         if not _parts(message).extends(sent):
@@ -403,12 +405,12 @@ class Recorder:
 
     def _parent(self, ids: TokenIds, continued: int | None) -> int | None:
         """The turn whose whole sequence is the longest beginning of `ids`."""
-        found, length = None, 0
+        parent, length = None, 0
         for index, sequence in enumerate(self._sequences):
             longer = len(sequence) > length or (len(sequence) == length and index == continued)
             if longer and len(sequence) <= len(ids) and np.array_equal(ids[: len(sequence)], sequence):
-                found, length = index, len(sequence)
-        return found
+                parent, length = index, len(sequence)
+        return parent
 
     @property
     def exhausted(self) -> bool:
@@ -436,17 +438,17 @@ class Recorder:
         for call in self._calls:
             if call.begun and not call.delivered:
                 self.incomplete("a connection closed in the middle of a reply, and the request was not repeated")
-        kept = {turn for call in self._calls if call.delivered for turn in call.turns}
-        for index in sorted(kept, reverse=True):
+        recorded = {turn for call in self._calls if call.delivered for turn in call.turns}
+        for index in sorted(recorded, reverse=True):
             parent = self._turns[index].parent
             while parent is not None:
-                kept.add(parent)
+                recorded.add(parent)
                 parent = self._turns[parent].parent
-        self.counts["undelivered_turns"] += len(self._turns) - len(kept)
-        place = {index: at for at, index in enumerate(sorted(kept))}
-        turns = [self._turns[index] for index in sorted(kept)]
+        self.counts["undelivered_turns"] += len(self._turns) - len(recorded)
+        place = {index: position for position, index in enumerate(sorted(recorded))}
+        turns = [self._turns[index] for index in sorted(recorded)]
         parents = [None if turn.parent is None else place[turn.parent] for turn in turns]
-        return Rollout(turns=tuple(replace(turn, parent=at) for turn, at in zip(turns, parents, strict=True)))
+        return Rollout(turns=tuple(replace(turn, parent=parent) for turn, parent in zip(turns, parents, strict=True)))
 
     def idle_s(self) -> float:
         """Seconds in which no call was in progress."""
@@ -471,11 +473,11 @@ def _parts(message: Message) -> SettledParts:
 
 def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:
     """Digest of the conversation up to and including each message."""
-    found, digest = [], _digest(list(tools))
+    digests, digest = [], _digest(list(tools))
     for message in messages:
         digest = _digest([digest, _canonical(message)])
-        found.append(digest)
-    return found
+        digests.append(digest)
+    return digests
 
 
 def _digest(value: Any) -> str:
@@ -488,7 +490,7 @@ def _canonical(message: Message) -> list[Any]:
     Clients add keys, drop reasoning, rename ids, and strip blanks around a reply.
     """
     role, content = message.get("role"), message.get("content") or ""
-    functions = [each["function"] for each in message.get("tool_calls") or ()]
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(function["name"], _parsed(function["arguments"])) for function in functions]
     return [role, content.strip() if role == "assistant" else content, calls]
 

@@ -104,8 +104,8 @@ class ChatCompletions(Dialect):
     @override
     def _parse(self, body: Body, conversations: Mapping[str, Sequence[Message]]) -> ChatRequest:
         return ChatRequest(
-            messages=tuple(_message(each) for each in body["messages"]),
-            tools=() if body.get("tool_choice") == "none" else tuple(dict(each) for each in body.get("tools") or ()),
+            messages=tuple(_message(message) for message in body["messages"]),
+            tools=() if body.get("tool_choice") == "none" else tuple(dict(tool) for tool in body.get("tools") or ()),
             n=_count(body.get("n"), "n") or 1,
             max_tokens=_count(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens"),
             stop=_stop(body.get("stop"), "stop"),
@@ -118,11 +118,11 @@ class ChatCompletions(Dialect):
         choices = [
             {
                 "index": index,
-                "message": _outgoing(each.message) | {"refusal": None},
-                "finish_reason": each.finish_reason,
+                "message": _outgoing(reply.message) | {"refusal": None},
+                "finish_reason": reply.finish_reason,
                 "logprobs": None,
             }
-            for index, each in enumerate(replies)
+            for index, reply in enumerate(replies)
         ]
         return self.frame(id, body, "chat.completion") | {"choices": choices, "usage": _usage(replies)}
 
@@ -155,11 +155,11 @@ class Responses(Dialect):
             if previous not in conversations:
                 raise RequestError(f"previous_response_id {previous!r} is no response of this rollout")
             messages += conversations[previous]
-        given = body["input"]
-        messages += _items([{"role": "user", "content": given}] if isinstance(given, str) else given)
+        content = body["input"]
+        messages += _items([{"role": "user", "content": content}] if isinstance(content, str) else content)
         if body.get("instructions"):
             messages.insert(0, {"role": "system", "content": _text(body["instructions"])})
-        tools = [_function_tool(each) for each in body.get("tools") or ()]
+        tools = [_function_tool(tool) for tool in body.get("tools") or ()]
         return ChatRequest(
             messages=tuple(messages),
             tools=() if body.get("tool_choice") == "none" else tuple(tools),
@@ -170,8 +170,8 @@ class Responses(Dialect):
 
     @override
     def reply(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Body:
-        (found,) = replies
-        message, cut = _outgoing(found.message), found.finish_reason == "length"
+        (reply,) = replies
+        message, cut = _outgoing(reply.message), reply.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         output: list[Body] = []
         if reasoning := message.get("reasoning_content"):
@@ -180,11 +180,11 @@ class Responses(Dialect):
             output.append(_message_item(id, message["content"] or "", status))
         output += [_call_item(id, number, call) for number, call in enumerate(message.get("tool_calls", []))]
         usage = {
-            "input_tokens": found.prompt_tokens,
+            "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": found.completion_tokens,
+            "output_tokens": reply.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": found.prompt_tokens + found.completion_tokens,
+            "total_tokens": reply.prompt_tokens + reply.completion_tokens,
         }
         return self.frame(id, body) | {
             "status": status,
@@ -234,11 +234,11 @@ class Messages(Dialect):
         messages: list[Message] = []
         if system := _system(body.get("system") or ""):
             messages.append({"role": "system", "content": system})
-        for each in body["messages"]:
-            messages += _blocks(each["role"], each["content"])
+        for message in body["messages"]:
+            messages += _blocks(message["role"], message["content"])
         tools = [
-            _function_tool({**each, "parameters": each["input_schema"]} if "input_schema" in each else each)
-            for each in body.get("tools") or ()
+            _function_tool({**tool, "parameters": tool["input_schema"]} if "input_schema" in tool else tool)
+            for tool in body.get("tools") or ()
         ]
         return ChatRequest(
             messages=tuple(messages),
@@ -251,24 +251,24 @@ class Messages(Dialect):
 
     @override
     def reply(self, id: str, body: Body, replies: Sequence[ChatReply]) -> Body:
-        (found,) = replies
-        message = _outgoing(found.message)
+        (reply,) = replies
+        message = _outgoing(reply.message)
         content: list[Body] = []
         if reasoning := message.get("reasoning_content"):
             content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
         content += [_tool_use(call) for call in message.get("tool_calls", [])]
-        reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[found.finish_reason]
+        reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reply.finish_reason]
         return {
             "id": f"msg_{id}",
             "type": "message",
             "role": "assistant",
             "model": _model(body),
             "content": content,
-            "stop_reason": "stop_sequence" if found.stop and reason == "end_turn" else reason,
-            "stop_sequence": found.stop,
-            "usage": {"input_tokens": found.prompt_tokens, "output_tokens": found.completion_tokens},
+            "stop_reason": "stop_sequence" if reply.stop and reason == "end_turn" else reason,
+            "stop_sequence": reply.stop,
+            "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
         }
 
     @override
@@ -291,7 +291,7 @@ def _is_harmless(value: Any, harmless: Harmless) -> bool:
         return value in harmless
     if not isinstance(value, dict):
         return False
-    return all(_is_harmless(each, harmless.get(key, ())) for key, each in value.items())
+    return all(_is_harmless(nested, harmless.get(key, ())) for key, nested in value.items())
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -306,29 +306,31 @@ class ReplyStream(ABC):
 
     def progress(self, parts: Sequence[SettledParts]) -> Iterator[Event]:
         """Events for what the replies have more than before."""
-        for index, each in enumerate(parts):
+        for index, part in enumerate(parts):
             before = self._sent.get(index, SettledParts("", ""))
-            if each == before or not each.extends(before):
+            if part == before or not part.extends(before):
                 continue
             if not self._sent:
                 yield from self._begin()
             if index not in self._sent:
                 yield from self._begin_reply(index)
-            self._sent[index] = each
-            for kind, new, old in (("reasoning", each.reasoning, before.reasoning), ("text", *each[1:], *before[1:])):
+            self._sent[index] = part
+            for kind, new, old in (("reasoning", part.reasoning, before.reasoning), ("text", *part[1:], *before[1:])):
                 if len(new) > len(old):
                     yield from self._delta(index, kind, new[len(old) :])
 
     def end(self, replies: Sequence[ChatReply]) -> Iterator[Event]:
         """The remaining events."""
-        parts = [SettledParts(each.message.get("reasoning_content", ""), each.message["content"]) for each in replies]
+        parts = [
+            SettledParts(reply.message.get("reasoning_content", ""), reply.message["content"]) for reply in replies
+        ]
         yield from self.progress(parts)
         if not self._sent:
             yield from self._begin()
-        for index, each in enumerate(replies):
+        for index, reply in enumerate(replies):
             if index not in self._sent:
                 yield from self._begin_reply(index)
-            yield from self._end_reply(index, each)
+            yield from self._end_reply(index, reply)
         yield from self._end(replies)
 
     def failed(self, error: RequestError) -> Iterator[Event]:
@@ -439,8 +441,8 @@ class _BlockStream(ReplyStream):
 class _ResponsesStream(_BlockStream):
     @override
     def _event(self, kind: str, **data: Any) -> Event:
-        kind, found = super()._event(kind, **data)
-        return kind, found | {"sequence_number": self._number - 1}
+        kind, event = super()._event(kind, **data)
+        return kind, event | {"sequence_number": self._number - 1}
 
     @override
     def failed(self, error: RequestError) -> Iterator[Event]:
@@ -490,16 +492,16 @@ class _ResponsesStream(_BlockStream):
     def _call_block(self, number: int, call: Body) -> Iterator[Event]:
         item = _call_item(self._id, number, call)
         arguments, name = item["arguments"], item["name"]
-        at = {"output_index": self._index, "item_id": item["id"]}
+        place = {"output_index": self._index, "item_id": item["id"]}
         yield self._event("response.output_item.added", output_index=self._index, item=item | {"arguments": ""})
-        yield self._event("response.function_call_arguments.delta", delta=arguments, **at)
-        yield self._event("response.function_call_arguments.done", arguments=arguments, name=name, **at)
+        yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
+        yield self._event("response.function_call_arguments.done", arguments=arguments, name=name, **place)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
     @override
     def _end(self, replies: Sequence[ChatReply]) -> Iterator[Event]:
-        whole = self._dialect.reply(self._id, self._body, replies)
-        yield self._event(f"response.{whole['status']}", response=whole)
+        body = self._dialect.reply(self._id, self._body, replies)
+        yield self._event(f"response.{body['status']}", response=body)
 
 
 class _MessagesStream(_BlockStream):
@@ -538,55 +540,55 @@ class _MessagesStream(_BlockStream):
 
     @override
     def _end(self, replies: Sequence[ChatReply]) -> Iterator[Event]:
-        whole = self._dialect.reply(self._id, self._body, replies)
-        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield self._event("message_delta", delta=end, usage=whole["usage"])
+        body = self._dialect.reply(self._id, self._body, replies)
+        end = {name: body[name] for name in ("stop_reason", "stop_sequence")}
+        yield self._event("message_delta", delta=end, usage=body["usage"])
         yield self._event("message_stop")
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def _message(given: Mapping[str, Any]) -> Message:
+def _message(source: Mapping[str, Any]) -> Message:
     """A message of a chat completion, without keys of the client's own."""
-    role = {"developer": "system"}.get(given["role"], given["role"])
+    role = {"developer": "system"}.get(source["role"], source["role"])
     if role not in ("system", "user", "assistant", "tool"):
         raise ValueError(f"role {role!r}, expected system, developer, user, assistant or tool")
-    found: dict[str, Any] = {"role": role, "content": _text(given.get("content") or "")}
-    if given.get("tool_calls"):
-        found["tool_calls"] = [
-            {"id": each["id"], "type": "function", "function": _function(each["function"])}
-            for each in given["tool_calls"]
+    message: dict[str, Any] = {"role": role, "content": _text(source.get("content") or "")}
+    if source.get("tool_calls"):
+        message["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": _function(call["function"])}
+            for call in source["tool_calls"]
         ]
     for key in ("tool_call_id", "name", "reasoning_content"):
-        if given.get(key):
-            found[key] = given[key]
-    return found
+        if source.get(key):
+            message[key] = source[key]
+    return message
 
 
 def _items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Items of the Responses API as messages. Adjacent items of one reply are one message."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     def of_reply() -> dict[str, Any]:
-        if not found or found[-1]["role"] != "assistant":
-            found.append({"role": "assistant", "content": ""})
-        return found[-1]
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        return messages[-1]
 
     for item in items:
         kind = item.get("type", "message")
         if kind == "message" and item["role"] == "assistant":
             of_reply()["content"] += _text(item["content"])
         elif kind == "message":
-            found.append(dict(_message(item)))
+            messages.append(dict(_message(item)))
         elif kind == "function_call":
             call = {"id": item["call_id"], "type": "function", "function": _function(item)}
             of_reply().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
         elif kind != "reasoning":
             raise ValueError(f"items of type {kind!r} are not supported")
-    return list(found)
+    return list(messages)
 
 
 def _blocks(role: str, content: Any) -> list[Message]:
@@ -643,16 +645,16 @@ def _function_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _outgoing(message: Message) -> Body:
     """The message of a reply, as chat completions return it."""
-    found: Body = {"role": "assistant", "content": message["content"]}
+    body: Body = {"role": "assistant", "content": message["content"]}
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [
-            {**each, "type": "function", "function": {**each["function"], "arguments": _json(each["function"])}}
-            for each in calls
+        body["tool_calls"] = [
+            {**call, "type": "function", "function": {**call["function"], "arguments": _json(call["function"])}}
+            for call in calls
         ]
-        found["content"] = message["content"] or None
+        body["content"] = message["content"] or None
     if reasoning := message.get("reasoning_content"):
-        found["reasoning_content"] = reasoning
-    return found
+        body["reasoning_content"] = reasoning
+    return body
 
 
 def _reasoning_item(id: str, text: str) -> Body:
@@ -683,19 +685,19 @@ def _json(function: Mapping[str, Any]) -> str:
 def _object(function: Mapping[str, Any]) -> Any:
     """Arguments as an object, as the Anthropic API requires."""
     try:
-        found = json.loads(_json(function))
+        arguments = json.loads(_json(function))
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": function["arguments"]}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": function["arguments"]}
 
 
-def _function(given: Mapping[str, Any]) -> Body:
+def _function(source: Mapping[str, Any]) -> Body:
     """Name and arguments of a tool call in a request."""
-    return {"name": given["name"], "arguments": given["arguments"]}
+    return {"name": source["name"], "arguments": source["arguments"]}
 
 
-def _only(given: Mapping[str, Any], *names: str) -> Body:
-    return {name: given[name] for name in names if given.get(name) is not None}
+def _only(source: Mapping[str, Any], *names: str) -> Body:
+    return {name: source[name] for name in names if source.get(name) is not None}
 
 
 def _sampling(body: Body) -> Body:
@@ -711,14 +713,14 @@ def _count(value: Any, name: str) -> int | None:
 
 
 def _stop(value: Any, name: str) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) and value else list(value or ())
-    if not all(isinstance(each, str) and each for each in found):
+    texts = [value] if isinstance(value, str) and value else list(value or ())
+    if not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name} is {value!r:.80}, expected texts that are not empty")
-    return tuple(found)
+    return tuple(texts)
 
 
 def _usage(replies: Sequence[ChatReply]) -> Body:
-    prompt, sampled = replies[0].prompt_tokens, sum(each.completion_tokens for each in replies)
+    prompt, sampled = replies[0].prompt_tokens, sum(reply.completion_tokens for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

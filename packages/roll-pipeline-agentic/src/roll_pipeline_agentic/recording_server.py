@@ -185,18 +185,18 @@ class RecordingServer:
         id = f"{call.digest[:8]}{call.number:04x}"
 
         async def replies() -> list[ChatReply]:
-            found = await asyncio.shield(call.task)
+            results = await asyncio.shield(call.task)
             carried = parsed.messages[1 if body.get("instructions") else 0 :]
-            recorder.conversations[f"resp_{id}"] = [*carried, *(each.message for each in found)]
-            return found
+            recorder.conversations[f"resp_{id}"] = [*carried, *(result.message for result in results)]
+            return results
 
         call.connections += 1
         try:
             if parsed.stream:
                 return await self._stream(request, call, dialect.stream(id, body), replies)
-            found = json.dumps(dialect.reply(id, body, await replies())).encode()
+            payload = json.dumps(dialect.reply(id, body, await replies())).encode()
             response = await self._begin(request, call, "application/json")
-            await response.write(found)
+            await response.write(payload)
             return await self._end(response, call)
         finally:
             call.connections -= 1
@@ -256,11 +256,11 @@ def _policy_failed(error: BaseException) -> RequestError:
 
 
 def _encoded(events: Iterable[Event]) -> bytes:
-    found = ""
+    stream = ""
     for name, data in events:
         text = data if isinstance(data, str) else json.dumps(data)
-        found += f"{f'event: {name}' + chr(10) if name else ''}data: {text}\n\n"
-    return found.encode()
+        stream += f"{f'event: {name}' + chr(10) if name else ''}data: {text}\n\n"
+    return stream.encode()
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def parse_tool_calls(
     """
     if format not in TOOL_FORMATS:
         raise ValueError(f"unknown tool_format {format!r}, expected {', '.join(TOOL_FORMATS)}")
-    found = _find(text, format, ToolSchemas(tools), reasoning_open=reasoning_open)
+    parsed = _find(text, format, ToolSchemas(tools), reasoning_open=reasoning_open)
     calls = [
         {
             # Nine letters and digits, which Mistral's templates demand.
@@ -81,9 +81,9 @@ def parse_tool_calls(
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
-        for number, (name, arguments) in enumerate(found.calls)
+        for number, (name, arguments) in enumerate(parsed.calls)
     ]
-    return ParsedReply(found.content, calls, found.reasoning, found.error)
+    return ParsedReply(parsed.content, calls, parsed.reasoning, parsed.error)
 
 
 def spans_of_parts(text: str, format: str, *, reasoning_open: bool = False) -> list[Span]:
@@ -94,15 +94,15 @@ def spans_of_parts(text: str, format: str, *, reasoning_open: bool = False) -> l
     wrong type does not make a call malformed, and in `harmony` every recipient is a tool.
     """
     spans: list[Span] = []
-    at = 0
+    position = 0
     for begin, end, part in _find(text, format, None, reasoning_open=reasoning_open).spans:
-        if text[at:begin].strip():
-            spans.append((at, begin, "content"))
-            at = begin
-        spans.append((at, end, part))
-        at = end
-    if text[at:].strip() or not spans:
-        return [*spans, (at, len(text), "content")]
+        if text[position:begin].strip():
+            spans.append((position, begin, "content"))
+            position = begin
+        spans.append((position, end, part))
+        position = end
+    if text[position:].strip() or not spans:
+        return [*spans, (position, len(text), "content")]
     begin, _, part = spans[-1]
     return [*spans[:-1], (begin, len(text), part)]
 
@@ -137,9 +137,11 @@ def settled_parts(text: str, format: str, *, reasoning_open: bool = False, stop:
         content, reasoning, _ = _split_reasoning(text, open=reasoning_open)
         marks = _CALL_MARKS[format]
         first = content.lstrip()
-        whole = format == "llama3_json" and any(first.startswith(each) or each.startswith(first) for each in marks)
+        starts_call = format == "llama3_json" and any(
+            first.startswith(mark) or mark.startswith(first) for mark in marks
+        )
         # The parser strips line breaks around the content if there are tool calls.
-        is_open = whole or (content.startswith("\n") and bool(marks))
+        is_open = starts_call or (content.startswith("\n") and bool(marks))
         content = "" if is_open else _before(content, () if format == "llama3_json" else marks)
     return SettledParts(reasoning, _before(content.rstrip("\n") if format != "none" else content, stop))
 
@@ -161,7 +163,7 @@ def without_reasoning(text: str, *, reasoning_open: bool = False) -> str:
 def reasoning_marks(text: str) -> tuple[str, str]:
     """Marks that begin and end the reasoning block of a reply; those of `<think>` if it has none."""
     head = text.lstrip()
-    begin = next((each for each in MARKS if head.startswith(each)), None)
+    begin = next((mark for mark in MARKS if head.startswith(mark)), None)
     if begin is None:
         end = _END.search(text)
         begin = _BEGIN_OF[end[0]] if end else "<think>"
@@ -207,13 +209,13 @@ def _find(text: str, format: str, tools: ToolSchemas | None, *, reasoning_open: 
     if format == "harmony":
         return _harmony(text, tools)
     rest, reasoning, error = _split_reasoning(text, open=reasoning_open)
-    found = _PARSERS[format](rest, tools)
-    if any(mark in found.content for mark in _STRAY_MARKS.get(format, ())):
+    parsed = _PARSERS[format](rest, tools)
+    if any(mark in parsed.content for mark in _STRAY_MARKS.get(format, ())):
         error = error or f"a tool call has no {_CALL_MARKS[format][0]}"
     offset = len(text) - len(rest)
     spans: list[Span] = [(0, offset, "reasoning")] if offset else []
-    spans += [(offset + begin, offset + end, part) for begin, end, part in found.spans]
-    return _Found(found.content, found.calls, found.error or error, reasoning, spans)
+    spans += [(offset + begin, offset + end, part) for begin, end, part in parsed.spans]
+    return _Found(parsed.content, parsed.calls, parsed.error or error, reasoning, spans)
 
 
 def _split_reasoning(text: str, *, open: bool) -> tuple[str, str, str | None]:
@@ -226,8 +228,8 @@ def _split_reasoning(text: str, *, open: bool) -> tuple[str, str, str | None]:
         return text, "", None
     else:
         head = text
-    reasoning, found, rest = head.partition(end)
-    return rest.lstrip("\n"), reasoning.strip("\n"), None if found else f"the reasoning block has no {end}"
+    reasoning, separator, rest = head.partition(end)
+    return rest.lstrip("\n"), reasoning.strip("\n"), None if separator else f"the reasoning block has no {end}"
 
 
 def _before(text: str, marks: Sequence[str]) -> str:
@@ -245,8 +247,8 @@ def _settled_harmony(text: str) -> tuple[str, str]:
     """Reasoning and content of the messages of gpt-oss up to a tool call, or up to reasoning after content."""
     reasoning: list[str] = []
     content = ""
-    *whole, last = text.removeprefix("<|start|>assistant").split("<|start|>assistant")
-    for message in [*whole, last]:
+    *messages, last = text.removeprefix("<|start|>assistant").split("<|start|>assistant")
+    for message in [*messages, last]:
         header, separator, body = message.partition("<|message|>")
         channel = re.search(r"<\|channel\|>(\w+)", header)
         if not separator or channel is None or " to=" in header or (content and channel[1] == "analysis"):
@@ -274,10 +276,10 @@ def _tagged(begin: str, end: str, parse: Callable[[str, ToolSchemas | None], tup
         calls: list[tuple[str, str]] = []
         spans: list[Span] = []
         error: str | None = None
-        content, at = "", 0
+        content, position = "", 0
         for match in pattern.finditer(text):
-            before = text[at : match.start()]
-            at = match.end()
+            before = text[position : match.start()]
+            position = match.end()
             try:
                 if not match[0].endswith(end):
                     raise _Malformed(f"a tool call has no {end}")
@@ -287,7 +289,7 @@ def _tagged(begin: str, end: str, parse: Callable[[str, ToolSchemas | None], tup
             except _Malformed as reason:
                 error = error or str(reason)
                 content += before + match[0]
-        content += text[at:]
+        content += text[position:]
         return _Found(content.strip("\n") if calls else content, calls, error, spans=spans)
 
     return parser
@@ -316,8 +318,8 @@ def _pairs(text: str, pattern: str, end: str) -> list[tuple[str, str]] | None:
     Time is linear in the text: a model in a loop writes thousands of tags.
     """
     *pieces, rest = text.split(end)
-    found = [match for each in pieces if (match := re.fullmatch(pattern, each, re.DOTALL))]
-    return None if rest.strip() or len(found) < len(pieces) else [(each[1].strip(), each[2]) for each in found]
+    matches = [match for piece in pieces if (match := re.fullmatch(pattern, piece, re.DOTALL))]
+    return None if rest.strip() or len(matches) < len(pieces) else [(match[1].strip(), match[2]) for match in matches]
 
 
 def _typed(tool: str, pairs: Sequence[tuple[str, str]], begin: str, tools: ToolSchemas | None) -> str:
@@ -362,12 +364,12 @@ def _deepseek(text: str, tools: ToolSchemas | None) -> _Found:
     content, begin, rest = text.partition("<｜tool▁calls▁begin｜>")
     if not begin:
         return _Found(text, [])
-    found: _Found = _deepseek_calls(rest.replace("<｜tool▁calls▁end｜>", ""), tools)
-    if not found.calls:
-        return _Found(text, [], found.error or "a block of tool calls has no call")
+    parsed: _Found = _deepseek_calls(rest.replace("<｜tool▁calls▁end｜>", ""), tools)
+    if not parsed.calls:
+        return _Found(text, [], parsed.error or "a block of tool calls has no call")
     end = text.rfind("<｜tool▁calls▁end｜>")
     end = len(text) if end < 0 else end + len("<｜tool▁calls▁end｜>")
-    return _Found(content + found.content, found.calls, found.error, spans=[(len(content), end, "tool_calls")])
+    return _Found(content + parsed.content, parsed.calls, parsed.error, spans=[(len(content), end, "tool_calls")])
 
 
 def _llama3_json(text: str, tools: ToolSchemas | None) -> _Found:
@@ -396,10 +398,10 @@ def _mistral(text: str, tools: ToolSchemas | None) -> _Found:
             values = _loads(rest.strip())
             calls = [_call_of(value) for value in values]
         else:
-            for each in rest.split("[TOOL_CALLS]"):
-                name, separator, arguments = each.partition("[ARGS]")
+            for call in rest.split("[TOOL_CALLS]"):
+                name, separator, arguments = call.partition("[ARGS]")
                 if not separator:
-                    name, brace, arguments = each.partition("{")
+                    name, brace, arguments = call.partition("{")
                     arguments = brace + arguments
                 name = re.sub(r"\[CALL_ID\].*", "", name, flags=re.DOTALL)
                 calls.append(_call_of({"name": name.strip(), "arguments": _loads(arguments.strip())}))
@@ -419,7 +421,7 @@ def _harmony(text: str, tools: ToolSchemas | None) -> _Found:
     for match in re.finditer(r"(?:<\|(?:end|call|return)\|>)?<\|start\|>assistant|\Z", text):
         if match.start() < begin:
             continue
-        message, at, begin = text[begin : match.start()], begin, match.end()
+        message, start, begin = text[begin : match.start()], begin, match.end()
         header, separator, body = message.partition("<|message|>")
         body = re.sub(r"<\|(?:end|call|return)\|>\Z", "", body)
         recipient = re.search(r"\bto=([^\s<]+)", header)
@@ -433,13 +435,13 @@ def _harmony(text: str, tools: ToolSchemas | None) -> _Found:
                 if name == recipient[1] and tools is not None and name not in tools:
                     raise _Malformed(f"the recipient {name!r} is no tool, expected functions.NAME")
                 calls.append(_call_of({"name": name, "arguments": _loads(body)}))
-                spans.append((at, begin, "tool_calls"))
+                spans.append((start, begin, "tool_calls"))
             except _Malformed as reason:
                 error = error or str(reason)
                 content.append(message)
         elif channel and channel[1] == "analysis":
             reasoning.append(body)
-            spans.append((at, begin, "reasoning"))
+            spans.append((start, begin, "reasoning"))
         else:
             content.append(body)
     return _Found("".join(content), calls, error, "\n".join(reasoning), spans)
@@ -521,15 +523,15 @@ def _loads(text: str) -> Any:
 def _values(text: str) -> Iterator[Any]:
     """JSON values, separated by white space or `;`."""
     decoder = json.JSONDecoder(parse_constant=no_constant)
-    at = 0
-    while at < len(text):
+    position = 0
+    while position < len(text):
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             raise _Malformed(f"a tool call is not JSON: {error}") from error
         yield value
-        while at < len(text) and text[at] in " \t\r\n;":
-            at += 1
+        while position < len(text) and text[position] in " \t\r\n;":
+            position += 1
 
 
 def _is_utf8(text: str) -> bool:

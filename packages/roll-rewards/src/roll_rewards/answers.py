@@ -79,8 +79,8 @@ def find_answer(response: str, pattern: str = "", *, opened: bool = False) -> tu
     """
     text = answer_of(response, opened=opened) or ""
     if pattern:
-        found = [each.group(1) for each in re.finditer(pattern, text, re.DOTALL)]
-        return (found[-1].strip(), True) if found and found[-1] is not None else ("", False)
+        answers = [match.group(1) for match in re.finditer(pattern, text, re.DOTALL)]
+        return (answers[-1].strip(), True) if answers and answers[-1] is not None else ("", False)
     if (inside := boxed(text)) is not None:
         return STYLED.sub(r"\1", inside).strip(), True
     if (inside := tagged(text)) is not None:
@@ -96,16 +96,16 @@ def normalised(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
-def f1(found: str, expected: str) -> float:
+def f1(answer: str, expected: str) -> float:
     """Harmonic mean of precision and recall of the words in common, `2 c / (n + m)` (SQuAD, 1606.05250).
 
     Of two answers without words, as of "a" and "the", it is 1: they are equal.
     """
-    words, wanted = normalised(found).split(), normalised(expected).split()
-    if not words or not wanted:
-        return float(words == wanted)
-    common = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * common / (len(words) + len(wanted))
+    words, expected_words = normalised(answer).split(), normalised(expected).split()
+    if not words or not expected_words:
+        return float(words == expected_words)
+    common = sum((Counter(words) & Counter(expected_words)).values())
+    return 2 * common / (len(words) + len(expected_words))
 
 
 def split_choice(text: str) -> tuple[str, str]:
@@ -120,14 +120,14 @@ def split_choice(text: str) -> tuple[str, str]:
     return (match[1].upper(), "") if match else ("", "")
 
 
-def same(found: str, expected: str) -> bool:
+def same(answer: str, expected: str) -> bool:
     """True if two answers are equal once normalised, and so are the signs and decimal points of their numbers.
 
     If nothing is left of the expected one, they must be equal as they are.
     """
     if not normalised(expected):
-        return found.strip() == expected.strip()
-    return normalised(found) == normalised(expected) and NUMBER_MARKS.findall(found) == NUMBER_MARKS.findall(expected)
+        return answer.strip() == expected.strip()
+    return normalised(answer) == normalised(expected) and NUMBER_MARKS.findall(answer) == NUMBER_MARKS.findall(expected)
 
 
 class AnswerReward(RewardFunction):
@@ -144,7 +144,7 @@ class AnswerReward(RewardFunction):
         detail: dict[str, float | str] = {"answer": answer[:200]}
         if not marked and (config.require_answer or not answer):
             return Reward(value=0.0, detail={**detail, "why": NO_ANSWER})
-        return Reward(value=max(self.compare(answer, each) for each in truths), detail=detail)
+        return Reward(value=max(self.compare(answer, truth) for truth in truths), detail=detail)
 
     @override
     def unscorable(self, row: Mapping[str, Any]) -> str:
@@ -209,8 +209,8 @@ def truths_of(row: Mapping[str, Any], column: str, where: str) -> list[str]:
     value: Any = row.get(column)
     value = value.tolist() if hasattr(value, "tolist") else value
     values = value if isinstance(value, (list, tuple)) else [value]
-    usable = [each for each in values if isinstance(each, (str, int, float)) and not isinstance(each, bool)]
-    texts = [_text(each) for each in usable if str(each).strip() and not _is_infinite(each)]
+    usable = [value for value in values if isinstance(value, (str, int, float)) and not isinstance(value, bool)]
+    texts = [_text(value) for value in usable if str(value).strip() and not _is_infinite(value)]
     if not values or len(texts) != len(values):
         known = ", ".join(sorted(row)) or "none"
         raise DataError(

@@ -20,7 +20,9 @@ def sandbox(context: CheckContext) -> Iterator[CheckResult]:
     from roll_rewards.sandbox import Limits, Sandbox, probe
 
     rewards = getattr(context.config, "rewards", {})
-    needed = any(each.reward == "code" and not (each.sandbox_command or each.sandbox_url) for each in rewards.values())
+    needed = any(
+        config.reward == "code" and not (config.sandbox_command or config.sandbox_url) for config in rewards.values()
+    )
     problem = probe()
     if problem:
         yield CheckResult(
@@ -32,11 +34,11 @@ def sandbox(context: CheckContext) -> Iterator[CheckResult]:
         return
     box = Sandbox(Limits())
     try:
-        found = box.layers()
+        state = box.layers()
     except RewardFailure as failure:  # the probe succeeded a moment ago
         yield CheckResult(level="warning", found=str(failure), wanted=WANTED, remedy="run roll-core doctor again")
         return
     finally:
         box.close()
-    missing = "".join(f"; without {each}" for each in found["missing"])
-    yield CheckResult(level="note" if missing else "ok", found=", ".join(found["layers"]) + missing, wanted=WANTED)
+    missing = "".join(f"; without {layer}" for layer in state["missing"])
+    yield CheckResult(level="note" if missing else "ok", found=", ".join(state["layers"]) + missing, wanted=WANTED)

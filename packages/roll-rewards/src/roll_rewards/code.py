@@ -157,6 +157,6 @@ def _equals(data: Any, test: CallTest, tolerance: float) -> bool:
     """True if the value that a program sent equals an expected one. Whatever it sent instead of a value does not."""
     try:
         value = guest.decode(data, lambda _: None)
-        return any(same_value(value, each, tolerance) for each in test.expected)
+        return any(same_value(value, expected, tolerance) for expected in test.expected)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return False

@@ -89,7 +89,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             rest = inner.lstrip(" \t>")
             # A closing fence that is indented more than the block is part of it, for example of a docstring.
             if rest.startswith(marks) and not rest.strip(f"{marks[0]} \t") and len(inner) - len(rest) < column + TAB:
-                yield "".join(f"{_dedented(each, column, is_quoted)}\n" for each in block), fence[3].lower()
+                yield "".join(f"{_dedented(line, column, is_quoted)}\n" for line in block), fence[3].lower()
                 break
             block.append(inner)
 
@@ -101,9 +101,9 @@ def _dedented(line: str, column: int, is_quoted: bool) -> str:
         line, column = (rest, column - len(before) - 1) if mark and not before.strip() else (line, column)
         return _dedented(line, column, is_quoted=False)
     width = 0
-    for at, character in enumerate(line):
+    for index, character in enumerate(line):
         if width >= column or character not in " \t":
-            return " " * max(width - column, 0) + line[at:]
+            return " " * max(width - column, 0) + line[index:]
         width += TAB - width % TAB if character == "\t" else 1
     return ""
 
@@ -122,8 +122,8 @@ def read_tests(value: Any, fn_name: str = "") -> list[Test]:
         value = _columns(value, fn_name)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{_short(value)}, expected a list of tests that is not empty")
-    tests = [each if isinstance(each, (CallTest, StdinTest)) else _test(each, fn_name) for each in value]
-    if not any(_compares(each) for each in tests):
+    tests = [entry if isinstance(entry, (CallTest, StdinTest)) else _test(entry, fn_name) for entry in value]
+    if not any(_compares(test) for test in tests):
         raise ValueError("every expected output is empty, so a program that does nothing would pass")
     return tests
 
@@ -190,7 +190,7 @@ def _compares(test: Test) -> bool:
 
 def _text(value: Any) -> str:
     if isinstance(value, list):  # APPS has some as lists of lines
-        return "\n".join(_text(each) for each in value)
+        return "\n".join(_text(line) for line in value)
     if not isinstance(value, (str, int, float)):
         raise ValueError(f"an input or output is {_short(value)}, expected text")
     return str(value if isinstance(value, (str, float, bool)) else Decimal(value))  # str() of integers has a limit
@@ -208,28 +208,28 @@ def _short(value: Any) -> str:
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
-def same_text(found: str, expected: str, tolerance: float = 0.0) -> bool:
+def same_text(output: str, expected: str, tolerance: float = 0.0) -> bool:
     """True if the lines are equal without surrounding blanks, or their words are equal, numbers as decimals."""
-    lines, wanted = ([line.strip() for line in text.strip().splitlines()] for text in (found, expected))
-    if lines == wanted:
+    lines, expected_lines = ([line.strip() for line in text.strip().splitlines()] for text in (output, expected))
+    if lines == expected_lines:
         return True
-    if len(lines) != len(wanted):
+    if len(lines) != len(expected_lines):
         return False
-    return all(_same_line(a, b, tolerance) for a, b in zip(lines, wanted, strict=True))
+    return all(_same_line(a, b, tolerance) for a, b in zip(lines, expected_lines, strict=True))
 
 
-def _same_line(found: str, expected: str, tolerance: float) -> bool:
-    words, wanted = found.split(), expected.split()
-    return len(words) == len(wanted) and all(
-        a == b or _same_number(a, b, tolerance) for a, b in zip(words, wanted, strict=True)
+def _same_line(line: str, expected: str, tolerance: float) -> bool:
+    words, expected_words = line.split(), expected.split()
+    return len(words) == len(expected_words) and all(
+        a == b or _same_number(a, b, tolerance) for a, b in zip(words, expected_words, strict=True)
     )
 
 
-def _same_number(found: str, expected: str, tolerance: float) -> bool:
-    if "_" in found + expected:  # a mark that `Decimal` ignores
+def _same_number(word: str, expected: str, tolerance: float) -> bool:
+    if "_" in word + expected:  # a mark that `Decimal` ignores
         return False
     try:
-        a, b = Decimal(found), Decimal(expected)
+        a, b = Decimal(word), Decimal(expected)
     except InvalidOperation:
         return False
     if not (a.is_finite() and b.is_finite()):
@@ -241,24 +241,24 @@ def _same_number(found: str, expected: str, tolerance: float) -> bool:
     return abs(a - b) <= Decimal(tolerance) * max(Decimal(1), abs(b))
 
 
-def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
+def same_value(result: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """True if a returned value is the expected JSON value. Tuples equal lists, and keys of objects are texts."""
-    if isinstance(expected, bool) or isinstance(found, bool):
-        return found is expected
+    if isinstance(expected, bool) or isinstance(result, bool):
+        return result is expected
     if isinstance(expected, (int, float)):
-        if not isinstance(found, (int, float)):
+        if not isinstance(result, (int, float)):
             return False
-        close = isinstance(found, float) or isinstance(expected, float)
-        return found == expected or bool(
-            tolerance and close and abs(found - expected) <= tolerance * max(1.0, abs(expected))
+        close = isinstance(result, float) or isinstance(expected, float)
+        return result == expected or bool(
+            tolerance and close and abs(result - expected) <= tolerance * max(1.0, abs(expected))
         )
     if isinstance(expected, list):
-        if not isinstance(found, (list, tuple)) or len(found) != len(expected):
+        if not isinstance(result, (list, tuple)) or len(result) != len(expected):
             return False
-        return all(same_value(a, b, tolerance) for a, b in zip(found, expected, strict=True))
+        return all(same_value(a, b, tolerance) for a, b in zip(result, expected, strict=True))
     if isinstance(expected, dict):
-        if not isinstance(found, dict) or len(found) != len(expected):
+        if not isinstance(result, dict) or len(result) != len(expected):
             return False
-        by_text = {str(key): each for key, each in found.items()}
-        return all(key in by_text and same_value(by_text[key], each, tolerance) for key, each in expected.items())
-    return type(found) is type(expected) and bool(found == expected)
+        by_text = {str(key): value for key, value in result.items()}
+        return all(key in by_text and same_value(by_text[key], value, tolerance) for key, value in expected.items())
+    return type(result) is type(expected) and bool(result == expected)

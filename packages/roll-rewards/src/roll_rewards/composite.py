@@ -70,14 +70,14 @@ class CompositeReward(RewardFunction):
         total, detail = 0.0, dict[str, float | str]()
         for name, component in self._components.items():
             try:
-                found = component.score(request)
+                reward = component.score(request)
             except RewardFailure as failure:
                 raise RewardFailure(f"{name}: {failure}") from failure
-            if found.value is None:
-                raise RewardFailure(f"{name}: {found.failure}")
-            total += component.config.weight * found.value
-            texts = {f"{name}/{key}": each for key, each in found.detail.items() if isinstance(each, str)}
-            detail |= {name: found.value, **texts}
+            if reward.value is None:
+                raise RewardFailure(f"{name}: {reward.failure}")
+            total += component.config.weight * reward.value
+            texts = {f"{name}/{key}": text for key, text in reward.detail.items() if isinstance(text, str)}
+            detail |= {name: reward.value, **texts}
         return Reward(value=total, detail=detail)
 
     @override

@@ -113,7 +113,7 @@ class CodeConfig(RewardConfig):
         # The interpreter of a command may know another syntax.
         elsewhere = self.sandbox_command or self.sandbox_url
         problem = "" if elsewhere else next(filter(None, map(syntax_problem, tests)), "")
-        if self.sandbox_url and any(isinstance(each, CodeTest) for each in tests):
+        if self.sandbox_url and any(isinstance(test, CodeTest) for test in tests):
             problem = NO_TEST_CODE
         return {"test_cases": problem} if problem else {}
 
@@ -125,9 +125,9 @@ class CodeConfig(RewardConfig):
 def isolation_problem(config: CodeConfig) -> dict[str, str]:
     """Why this host cannot run the programs of a reward in isolation, by key; empty if it can."""
     if config.sandbox_command:
-        found = shutil.which(config.sandbox_command[0])
+        program = shutil.which(config.sandbox_command[0])
         return (
-            {} if found else {"sandbox_command": f"no program {config.sandbox_command[0]!r} on this host: install it"}
+            {} if program else {"sandbox_command": f"no program {config.sandbox_command[0]!r} on this host: install it"}
         )
     if config.accept_missing_isolation or config.sandbox_url:
         return {}
@@ -365,8 +365,8 @@ class JudgeModelConfig(EngineRewardConfig, JudgingConfig):
 
     @override
     def sampling_params(self) -> SamplingParams:
-        given = GeneratingArguments(temperature=self.temperature)
-        return given.sampling_params(default_max_new_tokens=self.max_tokens)
+        arguments = GeneratingArguments(temperature=self.temperature)
+        return arguments.sampling_params(default_max_new_tokens=self.max_tokens)
 
 
 # -- combination -------------------------------------------------------------------------------------------------------
@@ -464,6 +464,6 @@ class RewardedTaskConfig(Config):
     def _has_no_tokens(self) -> RewardedTaskConfig:
         reward = self.reward
         parts = reward.components if isinstance(reward, CompositeConfig) else {"": reward}
-        if any(isinstance(each, LengthPenaltyConfig) for each in parts.values()):
+        if any(isinstance(part, LengthPenaltyConfig) for part in parts.values()):
             raise ValueError("length_penalty counts tokens, which environments never see: set max_tokens_per_step")
         return self

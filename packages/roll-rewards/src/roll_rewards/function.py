@@ -71,15 +71,15 @@ class FunctionReward(RewardFunction):
         arguments: dict[str, Any] = {
             "prompt": request.prompt,
             "response": request.response,
-            "messages": [dict(each) for each in request.messages],
+            "messages": [dict(message) for message in request.messages],
             "completion_ids": request.sample.response_ids.tolist(),
         }
         if self._pool is None:
-            found = self._in_worker({**arguments, "metadata": request.metadata}, self.config.timeout_s)
+            result = self._in_worker({**arguments, "metadata": request.metadata}, self.config.timeout_s)
         else:
             arguments["metadata"] = {str(name): _plain(name, value) for name, value in request.metadata.items()}
-            found = self._pool.call(arguments, self.config.timeout_s)
-        return Reward(value=found["value"], failure=found["failure"], detail=found["detail"])
+            result = self._pool.call(arguments, self.config.timeout_s)
+        return Reward(value=result["value"], failure=result["failure"], detail=result["detail"])
 
     @override
     def close(self) -> None:

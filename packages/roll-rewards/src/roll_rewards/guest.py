@@ -161,12 +161,12 @@ def prelude(names: set[str]) -> dict[str, Any]:
 
     Imports nothing if there are no names.
     """
-    found: dict[str, Any] = {}
+    defined: dict[str, Any] = {}
     for name in PRELUDE if names else ():
         module = importlib.import_module(name)
-        public = getattr(module, "__all__", None) or [each for each in vars(module) if each[0] != "_"]
-        found |= {each: getattr(module, each) for each in names.intersection(public)}
-    return found | {name: sys.modules[name] for name in names.intersection(PRELUDE)}
+        public = getattr(module, "__all__", None) or [name for name in vars(module) if name[0] != "_"]
+        defined |= {name: getattr(module, name) for name in names.intersection(public)}
+    return defined | {name: sys.modules[name] for name in names.intersection(PRELUDE)}
 
 
 def _own_connection() -> tuple[int, int]:
@@ -202,11 +202,11 @@ def serve(job: dict[str, Any]) -> int:
         arguments: list[Any] = []
         try:
             reply = {"value": encode(_perform(module, handles, request, arguments), handles)}
-            if any(isinstance(each, (list, dict, set)) for each in arguments):
+            if any(isinstance(argument, (list, dict, set)) for argument in arguments):
                 reply["arguments"] = encode(arguments, handles)
             send(sink, {"id": request["id"], **reply})
         except BaseException as error:  # of the program
-            kinds = [each.__name__ for each in type(error).__mro__]
+            kinds = [base.__name__ for base in type(error).__mro__]
             send(sink, {"id": request["id"], "raised": kinds, "message": _message(error)[:500]})
 
 
@@ -273,12 +273,12 @@ def encode(value: Any, handles: list[Any]) -> Any:
     if isinstance(value, complex):
         return {"c": [value.real, value.imag]}
     if isinstance(value, list):
-        return [encode(each, handles) for each in value]
+        return [encode(item, handles) for item in value]
     for key, kinds in (("t", tuple), ("s", set), ("z", frozenset)):
         if isinstance(value, kinds):
-            return {key: [encode(each, handles) for each in value]}
+            return {key: [encode(item, handles) for item in value]}
     if isinstance(value, dict):
-        return {"d": [[encode(key, handles), encode(each, handles)] for key, each in value.items()]}
+        return {"d": [[encode(key, handles), encode(item, handles)] for key, item in value.items()]}
     if isinstance(value, Remote):
         return {"o": value._target}
     handles.append(value)
@@ -288,7 +288,7 @@ def encode(value: Any, handles: list[Any]) -> Any:
 def decode(data: Any, resolve: Any) -> Any:
     """The value of `encode`. `resolve` returns the object with an index or a name."""
     if isinstance(data, list):
-        return [decode(each, resolve) for each in data]
+        return [decode(item, resolve) for item in data]
     if not isinstance(data, dict):
         return data
     ((key, inner),) = data.items()
@@ -299,10 +299,10 @@ def decode(data: Any, resolve: Any) -> Any:
     if key == "c":
         return complex(*inner)
     if key == "d":
-        return {decode(name, resolve): decode(each, resolve) for name, each in inner}
+        return {decode(name, resolve): decode(item, resolve) for name, item in inner}
     if key == "o":
         return resolve(inner)
-    return {"t": tuple, "s": set, "z": frozenset}[key](decode(each, resolve) for each in inner)
+    return {"t": tuple, "s": set, "z": frozenset}[key](decode(item, resolve) for item in inner)
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class Remote:
 
     def __reversed__(self) -> Any:
         # At once: an IndexError of the program would end a lazy iteration as if all had been compared.
-        return iter([self[at] for at in range(len(self) - 1, -1, -1)])
+        return iter([self[index] for index in range(len(self) - 1, -1, -1)])
 
     def __getitem__(self, key: Any) -> Any:
         return self._request(self._target, "item", (key,))
@@ -417,7 +417,7 @@ def tests(job: dict[str, Any]) -> int:
 
     def request(target: Any, action: str, arguments: Any, options: Any = None) -> Any:
         calls.append(target)
-        mutable = [each for each in arguments if isinstance(each, (list, dict, set))]
+        mutable = [argument for argument in arguments if isinstance(argument, (list, dict, set))]
         message = {"target": target, "action": action, "arguments": encode(list(arguments), [])}
         send(sink, message | ({"options": encode(options, [])} if options else {}))
         try:
@@ -428,11 +428,11 @@ def tests(job: dict[str, Any]) -> int:
             raised.append(_exception(reply["raised"], reply["message"]))
             raise raised[-1]
         if mutable and "arguments" in reply:
-            for given, changed in zip(
-                arguments, decode(reply["arguments"], lambda at: Remote(at, request)), strict=True
+            for argument, changed in zip(
+                arguments, decode(reply["arguments"], lambda handle: Remote(handle, request)), strict=True
             ):
-                _update(given, changed)
-        return decode(reply["value"], lambda at: Remote(at, request))
+                _update(argument, changed)
+        return decode(reply["value"], lambda handle: Remote(handle, request))
 
     result: dict[str, Any] = {"passed": False, "broken": False}
     try:
@@ -478,40 +478,42 @@ def _run_tests(job: dict[str, Any], tree: ast.Module, checks: _Checks, request: 
     exec(compile(tree, "<tests>", "exec"), names)
     if job["entry"] and callable(names.get("check")) and not isinstance(names["check"], Remote):
         names["check"](names["candidate"])  # the way in which HumanEval's tests are written
-    for name, each in list(names.items()):
-        if isinstance(each, type) and each.__module__ == "tests" and _has_tests(name, each):
+    for name, value in list(names.items()):
+        if isinstance(value, type) and value.__module__ == "tests" and _has_tests(name, value):
             raise UnusableTest(f"{name} is a class of tests, expected functions")
-        if name.startswith("test_") and isinstance(each, types.FunctionType):
-            for arguments in _parameters(each):
-                _check_arguments(name, each, arguments)
-                if isinstance(found := each(**arguments), (types.CoroutineType, types.GeneratorType)):
-                    found.close()
+        if name.startswith("test_") and isinstance(value, types.FunctionType):
+            for arguments in _parameters(value):
+                _check_arguments(name, value, arguments)
+                if isinstance(result := value(**arguments), (types.CoroutineType, types.GeneratorType)):
+                    result.close()
                     raise UnusableTest(f"{name} is a coroutine or a generator function, expected a plain one")
 
 
-def _has_tests(name: str, each: type) -> bool:
+def _has_tests(name: str, candidate: type) -> bool:
     """True for a class whose methods pytest runs."""
-    is_named = name.startswith("Test") or any(base.__name__ == "TestCase" for base in each.__mro__)
-    return is_named and any(at.startswith("test") and callable(getattr(each, at)) for at in dir(each))
+    is_named = name.startswith("Test") or any(base.__name__ == "TestCase" for base in candidate.__mro__)
+    return is_named and any(
+        attribute.startswith("test") and callable(getattr(candidate, attribute)) for attribute in dir(candidate)
+    )
 
 
-def _check_arguments(name: str, function: types.FunctionType, given: dict[str, Any]) -> None:
+def _check_arguments(name: str, function: types.FunctionType, arguments: dict[str, Any]) -> None:
     code, defaults = function.__code__, function.__defaults__ or ()
     required = set(code.co_varnames[: code.co_argcount - len(defaults)])
-    if missing := required - given.keys():
+    if missing := required - arguments.keys():
         raise UnusableTest(f"{name} needs {', '.join(sorted(missing))}: fixtures are not supported")
 
 
 def _parameters(function: Any) -> list[dict[str, Any]]:
     """Arguments of each call of a test function: those of pytest's `parametrize`."""
-    found: list[dict[str, Any]] = [{}]
+    parameters: list[dict[str, Any]] = [{}]
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "parametrize":
             names, rows = mark.args[:2]
-            names = [each.strip() for each in names.split(",")] if isinstance(names, str) else list(names)
-            values = [row if len(names) > 1 else (row,) for row in (getattr(each, "values", each) for each in rows)]
-            found = [{**known, **dict(zip(names, row, strict=True))} for known in found for row in values]
-    return found
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+            values = [row if len(names) > 1 else (row,) for row in (getattr(row, "values", row) for row in rows)]
+            parameters = [{**known, **dict(zip(names, row, strict=True))} for known in parameters for row in values]
+    return parameters
 
 
 def _exception(kinds: list[str], message: str) -> BaseException:
@@ -527,10 +529,10 @@ def _exception(kinds: list[str], message: str) -> BaseException:
     return BrokenConnection(f"{kinds[0]}: {message}")
 
 
-def _update(given: Any, changed: Any) -> None:
+def _update(target: Any, changed: Any) -> None:
     """Let a mutable argument become what the program made of it."""
-    if isinstance(given, list) and isinstance(changed, list):
-        given[:] = changed
-    elif isinstance(given, (dict, set)) and type(given) is type(changed):
-        given.clear()
-        given.update(changed)
+    if isinstance(target, list) and isinstance(changed, list):
+        target[:] = changed
+    elif isinstance(target, (dict, set)) and type(target) is type(changed):
+        target.clear()
+        target.update(changed)

@@ -74,29 +74,29 @@ def instructions_of(config: IFEvalConfig, row: Mapping[str, Any], where: str) ->
                 f"{where}: columns {config.instructions!r} and {config.instruction_args!r}, expected two lists of"
                 " equal length"
             )
-        found = [(str(name), dict(each or {})) for name, each in zip(names, options, strict=True)]
+        instructions = [(str(name), dict(arguments or {})) for name, arguments in zip(names, options, strict=True)]
     elif config.ground_truth in row:
-        found = [_of_rlvr(_plain(row[config.ground_truth]), where)]
+        instructions = [_of_rlvr(_plain(row[config.ground_truth]), where)]
     else:
         raise DataError(
             f"{where}: no column {config.instructions!r} or {config.ground_truth!r} (the row's columns:"
             f" {', '.join(sorted(row)) or 'none'})"
         )
-    unknown = [name for name, _ in found if name not in CHECKS]
+    unknown = [name for name, _ in instructions if name not in CHECKS]
     if unknown:
         raise DataError(f"{where}: unknown instruction {unknown[0]!r}, expected one of {', '.join(sorted(CHECKS))}")
-    return found
+    return instructions
 
 
 def follows(text: str, name: str, options: Mapping[str, Any]) -> bool:
     """True if a text follows an instruction. An empty text follows none. Raises `DataError` for wrong options."""
     if not text.strip():
         return False
-    given = {key: each for key, each in options.items() if each is not None}
+    arguments = {key: value for key, value in options.items() if value is not None}
     try:
-        return CHECKS[name](text, given)
+        return CHECKS[name](text, arguments)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"instruction {name}: its arguments {given!r:.200} cannot be used: {error!r}") from error
+        raise DataError(f"instruction {name}: its arguments {arguments!r:.200} cannot be used: {error!r}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -119,16 +119,16 @@ def words(text: str) -> list[str]:
 
 def sentences(text: str) -> list[str]:
     """Sentences: text up to `.`, `!` or `?` before a blank or the end."""
-    return [each for each in re.split(r"(?<=[.!?])[\"')\]]*\s+", text.strip()) if re.search(r"\w", each)]
+    return [sentence for sentence in re.split(r"(?<=[.!?])[\"')\]]*\s+", text.strip()) if re.search(r"\w", sentence)]
 
 
-def _compare(found: int, options: Mapping[str, Any], number: str, relation: str = "relation") -> bool:
-    wanted, how = int(options[number]), options.get(relation) or "at least"
+def _compare(count: int, options: Mapping[str, Any], number: str, relation: str = "relation") -> bool:
+    expected, how = int(options[number]), options.get(relation) or "at least"
     if how == "around":
-        return abs(found - wanted) <= int(options.get("slack", max(round(wanted * 0.1), 1)))
+        return abs(count - expected) <= int(options.get("slack", max(round(expected * 0.1), 1)))
     if how not in RELATIONS:
         raise ValueError(f"{relation} {how!r}, expected around or one of {', '.join(RELATIONS)}")
-    return RELATIONS[how](found, wanted)
+    return RELATIONS[how](count, expected)
 
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
@@ -146,51 +146,51 @@ def _count(keyword: str, text: str, *, whole_words: bool = False) -> int:
 
 
 def _frequency(text: str, options: Mapping[str, Any]) -> bool:
-    found = _count(str(options["keyword"]), text, whole_words=options.get("whole_words", False))
-    return _compare(found, options, "frequency")
+    count = _count(str(options["keyword"]), text, whole_words=options.get("whole_words", False))
+    return _compare(count, options, "frequency")
 
 
 def _no_forbidden_word(text: str, options: Mapping[str, Any]) -> bool:
     whole_words = options.get("whole_words", True)
-    return not any(_count(each, text, whole_words=whole_words) for each in options["forbidden_words"])
+    return not any(_count(word, text, whole_words=whole_words) for word in options["forbidden_words"])
 
 
 def _num_words(text: str, options: Mapping[str, Any]) -> bool:
-    found = text.split() if options.get("at_blanks") else words(text)
-    return _compare(len(found), options, "num_words")
+    counted = text.split() if options.get("at_blanks") else words(text)
+    return _compare(len(counted), options, "num_words")
 
 
 def _paragraphs(text: str, separator: str) -> list[str] | None:
     """Paragraphs; None if one between others is empty. IFEval ignores empty ones at the ends."""
-    parts = [each.strip() for each in re.split(separator, text)]
-    if any(not each for each in parts[1:-1]):
+    parts = [part.strip() for part in re.split(separator, text)]
+    if any(not part for part in parts[1:-1]):
         return None
-    return [each for each in parts if each]
+    return [part for part in parts if part]
 
 
 def _num_paragraphs(text: str, options: Mapping[str, Any]) -> bool:
-    found = _paragraphs(text, rf"\s?{re.escape(options.get('divider', '***'))}\s?")
-    return found is not None and len(found) == int(options["num_paragraphs"])
+    paragraphs = _paragraphs(text, rf"\s?{re.escape(options.get('divider', '***'))}\s?")
+    return paragraphs is not None and len(paragraphs) == int(options["num_paragraphs"])
 
 
 def _nth_first_word(text: str, options: Mapping[str, Any]) -> bool:
-    found = [each for each in re.split(r"\n\n", text) if each.strip()]
+    paragraphs = [paragraph for paragraph in re.split(r"\n\n", text) if paragraph.strip()]
     nth, first = int(options["nth_paragraph"]), str(options["first_word"]).lower()
-    if not 1 <= nth <= len(found) or len(found) != int(options.get("num_paragraphs", len(found))):
+    if not 1 <= nth <= len(paragraphs) or len(paragraphs) != int(options.get("num_paragraphs", len(paragraphs))):
         return False
-    start = found[nth - 1].split()[0].lstrip("'").lstrip('"')
+    start = paragraphs[nth - 1].split()[0].lstrip("'").lstrip('"')
     return re.split(r"[.,?!'\"]", start)[0].lower() == first
 
 
 def _letters(text: str, options: Mapping[str, Any]) -> bool:
     letter = str(options["letter"])
-    found = text.count(letter) if options.get("match_case") else text.lower().count(letter.lower())
-    return _compare(found, options, "let_frequency", "let_relation")
+    count = text.count(letter) if options.get("match_case") else text.lower().count(letter.lower())
+    return _compare(count, options, "let_frequency", "let_relation")
 
 
 def _capital_words(text: str, options: Mapping[str, Any]) -> bool:
-    found = sum(each.isupper() for each in re.findall(r"\w+(?:[-./]\w+)*", text))  # U.S. and AI-DRIVEN are one word
-    return _compare(found, options, "capital_frequency", "capital_relation")
+    count = sum(word.isupper() for word in re.findall(r"\w+(?:[-./]\w+)*", text))  # U.S. and AI-DRIVEN are one word
+    return _compare(count, options, "capital_frequency", "capital_relation")
 
 
 def _postscript(text: str, options: Mapping[str, Any]) -> bool:
@@ -202,8 +202,8 @@ def _postscript(text: str, options: Mapping[str, Any]) -> bool:
 
 
 def _highlights(text: str, options: Mapping[str, Any]) -> bool:
-    found = re.findall(r"\*\*[^\n*]*\*\*|\*[^\n*]*\*", text)
-    return sum(bool(each.strip("*").strip()) for each in found) >= int(options["num_highlights"])
+    highlights = re.findall(r"\*\*[^\n*]*\*\*|\*[^\n*]*\*", text)
+    return sum(bool(highlight.strip("*").strip()) for highlight in highlights) >= int(options["num_highlights"])
 
 
 def _sections(text: str, options: Mapping[str, Any]) -> bool:
@@ -225,12 +225,12 @@ def _is_json(text: str, options: Mapping[str, Any]) -> bool:
 
 def _constrained(text: str, options: Mapping[str, Any]) -> bool:
     allowed = options.get("options") or ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-    return any(re.search(rf"(?<!\w){re.escape(each)}(?!\w)", text) for each in allowed)
+    return any(re.search(rf"(?<!\w){re.escape(option)}(?!\w)", text) for option in allowed)
 
 
 def _two_responses(text: str, options: Mapping[str, Any]) -> bool:
-    found = _paragraphs(text, r"\*{6}")
-    return found is not None and len(found) == 2 and found[0] != found[1]
+    responses = _paragraphs(text, r"\*{6}")
+    return responses is not None and len(responses) == 2 and responses[0] != responses[1]
 
 
 def _language(text: str, options: Mapping[str, Any]) -> bool:
@@ -259,7 +259,7 @@ def _quoted(text: str, options: Mapping[str, Any]) -> bool:
 
 
 CHECKS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
-    "keywords:existence": lambda text, o: all(_count(each, text) for each in o["keywords"]),
+    "keywords:existence": lambda text, o: all(_count(keyword, text) for keyword in o["keywords"]),
     "keywords:frequency": _frequency,
     "keywords:forbidden_words": _no_forbidden_word,
     "keywords:letter_frequency": _letters,
@@ -352,5 +352,5 @@ def _of_rlvr(value: Any, where: str) -> tuple[str, dict[str, Any]]:
     id, names = RLVR[name]
     options = {ours: value[theirs] for theirs, ours in names.items() if value.get(theirs) is not None}
     if isinstance(options.get("options"), str):
-        options["options"] = [each.strip() for each in re.split(r"/|,| or ", options["options"]) if each.strip()]
+        options["options"] = [option.strip() for option in re.split(r"/|,| or ", options["options"]) if option.strip()]
     return id, options | RLVR_OPTIONS.get(name, {})

@@ -112,9 +112,9 @@ def _vote(config: JudgingConfig, reply: str, finish_reason: str | None) -> float
         if len(words) > 1:  # "Yes. No issues found." is no vote, "I see no error. YES" is one
             words = {word.lower() for pattern in VERDICTS for word in pattern.findall(answer)}
         return float("yes" in words) if len(words) == 1 else None
-    found = [each.group(1) for each in re.finditer(config.score_pattern, answer)]
+    scores = [match.group(1) for match in re.finditer(config.score_pattern, answer)]
     try:
-        score = float(found[-1])
+        score = float(scores[-1])
     except (IndexError, TypeError, ValueError):
         return None
     low, high = config.score_range

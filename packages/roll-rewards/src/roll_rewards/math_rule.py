@@ -53,8 +53,8 @@ class MathRuleReward(RewardFunction):
         truths = truths_of(request.metadata, config.ground_truth, f"sample {request.sample.id}")
         opened = opens_reasoning(request.prompt)
         arguments = {"response": request.response, "truths": truths, "opened": opened}
-        found = self._pool.call(arguments, config.timeout_s)
-        return Reward(value=found["value"], detail={key: found[key] for key in ("answer", "why") if key in found})
+        result = self._pool.call(arguments, config.timeout_s)
+        return Reward(value=result["value"], detail={key: result[key] for key in ("answer", "why") if key in result})
 
     @override
     def unscorable(self, row: Mapping[str, Any]) -> str:

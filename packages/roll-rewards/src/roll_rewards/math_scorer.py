@@ -68,7 +68,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
         if text is None or (require_boxed and not boxed(text)):
             return {"value": 0.0, "answer": "", "why": NO_ANSWER}
         answers = _parse(text)
-        extracted = next((each for each in answers if isinstance(each, str)), "")
+        extracted = next((answer for answer in answers if isinstance(answer, str)), "")
         marked, is_marked = find_answer(text)
         right = any(
             same_text(marked if is_marked or not extracted else extracted, truth)
@@ -88,12 +88,12 @@ def read_truth(truth: str) -> list[Any] | None:
         return None
     text = CURRENCY.sub("", truth)
     marked = text if any(mark in text for mark in MATH_MARKS) else f"${text}$"
-    found = _parse(marked) if truth.strip() else []
-    if not _has_expression(found):
+    parsed = _parse(marked) if truth.strip() else []
+    if not _has_expression(parsed):
         raise RewardFailure(
             f"the ground truth {truth[:200]!r} is not a mathematical expression that can be compared with"
         )
-    return found
+    return parsed
 
 
 def _parse(text: str) -> list[Any]:
@@ -104,14 +104,14 @@ def _parse(text: str) -> list[Any]:
     text = EXPONENT.sub(lambda match: format(Decimal(match[0]), "f"), text)
     for pattern, replacement in PERCENT_INSIDE:
         text = pattern.sub(replacement, text)
-    found = list(parse(text, EXTRACTION, parsing_timeout=None))
-    if found and not _has_expression(found):
-        found = list(parse(text, WITHOUT_UNITS, parsing_timeout=None))
-    return found
+    parsed = list(parse(text, EXTRACTION, parsing_timeout=None))
+    if parsed and not _has_expression(parsed):
+        parsed = list(parse(text, WITHOUT_UNITS, parsing_timeout=None))
+    return parsed
 
 
 def _has_expression(parsed: list[Any]) -> bool:
-    return any(not isinstance(each, str) for each in parsed)
+    return any(not isinstance(expression, str) for expression in parsed)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ def is_text(truth: str) -> bool:
 
 def same_text(answer: str, truth: str) -> bool:
     """True if an answer is this word or choice."""
-    found, expected = _plain(answer), _plain(truth)
+    given_answer, expected = _plain(answer), _plain(truth)
     if CHOICE.fullmatch(expected):
-        return split_choice(found)[0] == split_choice(expected)[0]
-    return same(found, expected)
+        return split_choice(given_answer)[0] == split_choice(expected)[0]
+    return same(given_answer, expected)
 
 
 def _plain(text: str) -> str:
@@ -149,7 +149,7 @@ def same_number(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> 
         return bool(compare_elements(a, b, float_rounding, numeric_precision))  # calls this function for each
     if grader.is_atomic_or_pct_atomic(a, sympy.Integer) and grader.is_atomic_or_pct_atomic(b, sympy.Integer):
         return bool(grader.get_pct_val(a, a) == grader.get_pct_val(b, b))  # 9% equals 9
-    is_scientific = any(_is_power_of_ten(part) for each in (a, b) for part in sympy.preorder_traversal(each))
+    is_scientific = any(_is_power_of_ten(part) for number in (a, b) for part in sympy.preorder_traversal(number))
     try:
         return _same_value(a.doit(), b.doit(), float_rounding, is_scientific)
     except (ArithmeticError, AttributeError, TypeError, ValueError):  # not numbers
@@ -167,7 +167,7 @@ def _same_value(a: Any, b: Any, float_rounding: int, is_scientific: bool) -> boo
     if a.free_symbols or b.free_symbols:
         if not is_decimal:
             return False  # math-verify simplifies the difference next
-        left, right = (each.expand().as_coefficients_dict() for each in (a, b))
+        left, right = (expression.expand().as_coefficients_dict() for expression in (a, b))
         return left.keys() == right.keys() and all(
             _same_value(left[term], right[term], float_rounding, is_scientific) for term in left
         )

@@ -63,8 +63,8 @@ class RemoteSandbox:
         ran = reply.get("run_result") if isinstance(reply, dict) else None
         if not isinstance(ran, dict) or reply.get("status") not in ("Success", "Failed"):
             raise RewardFailure(f"{self._url}: the program did not run: {json.dumps(reply)[:300]}")
-        texts = [ran.get(each) or "" for each in ("stdout", "stderr")]
-        if not all(isinstance(each, str) for each in texts):
+        texts = [ran.get(stream) or "" for stream in ("stdout", "stderr")]
+        if not all(isinstance(text, str) for text in texts):
             raise RewardFailure(f"{self._url}: stdout and stderr are {str(texts)[:100]}, expected texts")
         stdout, stderr = texts
         status, problem = ran.get("return_code"), ""

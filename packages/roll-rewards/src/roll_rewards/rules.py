@@ -68,4 +68,4 @@ def repeated_share(text: str, size: int) -> float:
     num_all = len(words) - size + 1
     if num_all <= 0:
         return 0.0
-    return 1 - len({tuple(words[at : at + size]) for at in range(num_all)}) / num_all
+    return 1 - len({tuple(words[index : index + size]) for index in range(num_all)}) / num_all

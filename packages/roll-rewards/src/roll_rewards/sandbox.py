@@ -139,8 +139,8 @@ class Sandbox:
         """
         with self._slots, self.session({"mode": "serve", "source": source}) as box:
             box.reply()
-            wanted = {"target": function, "action": "call", "arguments": guest.encode(list(arguments), [])}
-            reply = box.request(wanted)
+            request = {"target": function, "action": "call", "arguments": guest.encode(list(arguments), [])}
+            reply = box.request(request)
             if "raised" in reply:
                 raise ProgramEnded(f"{reply['raised'][0]}: {reply['message']}"[:300])
             return reply["value"]
@@ -151,8 +151,8 @@ class Sandbox:
         box = self._by_command() if self._command else self._local(job.get("paths", ()))
         box.limits = limits or self.limits
         box.expected = number
-        kept = {"announce": box.announcement, "wall_s": START_S + self.limits.wall_s} if self._command else {}
-        box.send({**job, "id": number} | kept)
+        extra = {"announce": box.announcement, "wall_s": START_S + self.limits.wall_s} if self._command else {}
+        box.send({**job, "id": number} | extra)
         return box
 
     def layers(self) -> dict[str, list[str]]:
@@ -199,11 +199,11 @@ class Sandbox:
             )
         except OSError as error:
             raise RewardFailure(f"sandbox_command {self._command[0]}: {error.strerror}") from error
-        pipes = [each.fileno() for each in (process.stdin, process.stdout, process.stderr) if each is not None]
+        pipes = [pipe.fileno() for pipe in (process.stdin, process.stdout, process.stderr) if pipe is not None]
         fds = [os.dup(fd) for fd in pipes]
-        for each in (process.stdin, process.stdout, process.stderr):
-            if each is not None:
-                each.close()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
         return Session(fds, None, self.limits, process=process)
 
 
@@ -337,7 +337,7 @@ class Session:
     @staticmethod
     def check_names(names: Any) -> None:
         """Raise `ProgramEnded` unless these are names, with whether each can be called."""
-        if not isinstance(names, dict) or not all(isinstance(each, bool) for each in names.values()):
+        if not isinstance(names, dict) or not all(isinstance(value, bool) for value in names.values()):
             raise ProgramEnded("the program wrote an invalid reply")
 
     def frame(self) -> dict[str, Any]:
@@ -436,17 +436,17 @@ class Session:
 
     def _read_errors(self, data: bytes) -> None:
         self._err += data
-        before, found, after = self._err.partition(self.announcement.encode())
-        if found:
+        before, marker, after = self._err.partition(self.announcement.encode())
+        if marker:
             self.began, self._err = True, before + after
         self._err = self._err[-KEPT_ERRORS:]
 
     def _watch_input(self) -> None:
         registered = self.fds[0] in self._selector.get_map()
-        wanted = bool(self._pending) and self.fds[0] in self._open
-        if wanted and not registered:
+        has_pending = bool(self._pending) and self.fds[0] in self._open
+        if has_pending and not registered:
             self._selector.register(self.fds[0], selectors.EVENT_WRITE)
-        elif registered and not wanted:
+        elif registered and not has_pending:
             self._selector.unregister(self.fds[0])
 
     def _write_some(self) -> None:
@@ -519,7 +519,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 # -- is isolation given? -----------------------------------------------------------------------------------------------
@@ -592,8 +592,8 @@ def probe() -> str:
             is_intact = left == {"canary", "readable", "readable/library"}
             is_intact = is_intact and canary.read_text() == library.read_text() == "canary"
         if outcome.status or outcome.stdout.strip() != b"[]" or not is_intact:
-            found = outcome.stdout.decode("utf-8", "replace").strip() or describe(outcome)
-            return f"a program can escape from its box: {found[:300]}"
+            output = outcome.stdout.decode("utf-8", "replace").strip() or describe(outcome)
+            return f"a program can escape from its box: {output[:300]}"
     except RewardFailure as failure:
         return str(failure)
     finally:

@@ -90,7 +90,7 @@ class HttpReward(RewardFunction):
             "id": request.sample.id,
             "prompt": request.prompt,
             "response": request.response,
-            "messages": [dict(each) for each in request.messages],
+            "messages": [dict(message) for message in request.messages],
             "metadata": dict(request.metadata),
         }
         reply = post(config.url, message, config.api_key, config.timeout_s)
@@ -100,9 +100,9 @@ class HttpReward(RewardFunction):
         detail = reply.get("detail", {}) if isinstance(reply, dict) else {}
         if not _is_number(value) or not isinstance(detail, dict):
             raise RewardFailure(f"{config.url}: the reply is {str(reply)[:100]!r}, expected a finite `value`")
-        if not all(isinstance(each, str) or _is_number(each) for each in detail.values()):
+        if not all(isinstance(value, str) or _is_number(value) for value in detail.values()):
             raise RewardFailure(f"{config.url}: detail is {str(detail)[:100]!r}, expected numbers and texts")
-        numbers = {key: each if isinstance(each, str) else float(each) for key, each in detail.items()}
+        numbers = {key: value if isinstance(value, str) else float(value) for key, value in detail.items()}
         return Reward(value=float(value), detail=numbers)
 
 

@@ -54,14 +54,14 @@ class RewardedTask(Environment):
     @override
     def step(self, reply: Reply) -> Turn:
         self._attempts += 1
-        found = self._reward.score(self._request(reply.text))
-        if found.value is None:
-            raise RewardFailure(found.failure)
-        self._found = Reward(value=self._weight * found.value, detail=found.detail)
-        metrics = {"full_marks": float(found.value >= self._full_marks)}
-        if found.value >= self._full_marks or self._attempts == self._max_attempts:
+        reward = self._reward.score(self._request(reply.text))
+        if reward.value is None:
+            raise RewardFailure(reward.failure)
+        self._found = Reward(value=self._weight * reward.value, detail=reward.detail)
+        metrics = {"full_marks": float(reward.value >= self._full_marks)}
+        if reward.value >= self._full_marks or self._attempts == self._max_attempts:
             return Turn(done=True, metrics=metrics)
-        why = next((each for name, each in found.detail.items() if name.rpartition("/")[2] == "why"), "")
+        why = next((text for name, text in reward.detail.items() if name.rpartition("/")[2] == "why"), "")
         message = {"role": "user", "content": self._feedback.replace("{why}", str(why))}
         return Turn(messages=[message], metrics=metrics)
 
@@ -86,5 +86,5 @@ class RewardedTask(Environment):
             finish_reason="stop",
             metadata=self._task,
         )
-        prompt = "\n\n".join(str(each.get("content", "")) for each in self._messages)
+        prompt = "\n\n".join(str(message.get("content", "")) for message in self._messages)
         return RewardRequest(sample=sample, prompt=prompt, response=text, messages=self._messages)

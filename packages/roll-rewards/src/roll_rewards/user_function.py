@@ -116,9 +116,9 @@ def reward_values(answer: Any, name: str) -> RewardValues:
         answer = {**answer.detail, "value": answer.value, "failure": answer.failure}
     if not isinstance(answer, dict):
         return {"value": _number(answer, name), "failure": "", "detail": {}}
-    detail = {str(key): each for key, each in answer.items() if key not in ("value", "failure")}
-    for key, each in detail.items():
-        detail[key] = each if isinstance(each, str) else _number(each, name, of=f"detail {key!r}")
+    detail = {str(key): number for key, number in answer.items() if key not in ("value", "failure")}
+    for key, number in detail.items():
+        detail[key] = number if isinstance(number, str) else _number(number, name, of=f"detail {key!r}")
     if failure := str(answer.get("failure") or ""):  # also beside a value, which it makes doubtful
         return {"value": None, "failure": failure, "detail": detail}
     if answer.get("value") is None:
@@ -150,9 +150,17 @@ def _check_signature(name: str, function: Any) -> Callable[[str], bool]:
     except TypeError as error:
         raise TypeError(f"{name}{signature} cannot be called as f(prompt, response, **metadata): {error}") from error
     parameters = list(signature.parameters.values())
-    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    positional = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     taken = set(positional[:2]) | {"prompt", "response"}
     return lambda key: key not in taken and (takes_all or key in named)
 
@@ -164,10 +172,14 @@ def _check_columns(name: str, function: Any, accepts: Callable[[str], bool], col
     except ValueError:  # see `_check_signature`
         return
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
-    for each in required:
-        if accepts(each) and each not in columns:
-            raise TypeError(f"{name} needs a column {each!r}, but the rows have {', '.join(sorted(columns))}")
+    required = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind not in variadic
+    ]
+    for column in required:
+        if accepts(column) and column not in columns:
+            raise TypeError(f"{name} needs a column {column!r}, but the rows have {', '.join(sorted(columns))}")
 
 
 # -- functions written for other frameworks ----------------------------------------------------------------------------
@@ -197,11 +209,11 @@ def _trl(name: str, function: Any, columns: Collection[str] | None) -> Callable[
     ) -> RewardValues:
         chat = any(_is_chat(_of_json(value)) for value in metadata.values())
         text = messages[-1]["content"] if messages else prompt
-        given: dict[str, Any] = {key: [value] for key, value in metadata.items() if key not in reserved}
-        given["prompts"] = [list(messages) if chat else text]
-        given["completions"] = [[{"role": "assistant", "content": response}] if chat else response]
-        given["completion_ids"] = [list(completion_ids)]
-        answer = run({key: value for key, value in given.items() if accepts(key)})
+        arguments: dict[str, Any] = {key: [value] for key, value in metadata.items() if key not in reserved}
+        arguments["prompts"] = [list(messages) if chat else text]
+        arguments["completions"] = [[{"role": "assistant", "content": response}] if chat else response]
+        arguments["completion_ids"] = [list(completion_ids)]
+        answer = run({key: value for key, value in arguments.items() if accepts(key)})
         answer = answer.tolist() if hasattr(answer, "tolist") else answer
         if not isinstance(answer, (list, tuple)):
             raise RewardFailure(f"{name} returned {type(answer).__name__}, expected a list of one number")
@@ -237,13 +249,13 @@ def _verl(name: str, function: Any, columns: Collection[str] | None) -> Callable
         row = metadata.get("reward_model")
         truth = row.get("ground_truth") if isinstance(row, dict) else metadata.get("ground_truth")
         extra = metadata.get("extra_info")
-        given = {"solution_str": response, "ground_truth": truth, "data_source": metadata.get("data_source")}
-        answer = run({**given, "extra_info": dict(extra) if extra else {}})
+        arguments = {"solution_str": response, "ground_truth": truth, "data_source": metadata.get("data_source")}
+        answer = run({**arguments, "extra_info": dict(extra) if extra else {}})
         if not isinstance(answer, dict):
             return {"value": _number(answer, name), "failure": "", "detail": {}}
         if "score" not in answer:
             raise RewardFailure(f"{name} returned a dict without 'score': {', '.join(map(str, answer))}")
-        detail = {str(key): _detail(each) for key, each in answer.items() if key != "score"}
+        detail = {str(key): _detail(value) for key, value in answer.items() if key != "score"}
         return {"value": _number(answer["score"], name), "failure": "", "detail": detail}
 
     return score
@@ -268,17 +280,17 @@ def _openrlhf(
         raise TypeError(f"{name} needs the column {label!r}, but the rows have {', '.join(sorted(columns))}")
 
     def score(prompt: str, response: str, metadata: Mapping[str, Any], **others: Any) -> RewardValues:
-        given = metadata.get(label or "label")
-        if given is None and label is not None:
+        truth = metadata.get(label or "label")
+        if truth is None and label is not None:
             raise RewardFailure(f"the row has no value for {label}, which {name} needs")
-        answer = function([prompt + response], [prompt], ["" if given is None else given])
+        answer = function([prompt + response], [prompt], ["" if truth is None else truth])
         if not isinstance(answer, dict):
             answer = {"rewards": answer}
         if answer.get("rewards") is None:
             raise RewardFailure(f"{name} returned a dict without 'rewards': {', '.join(map(str, answer))}")
         logs = answer.get("extra_logs") or {}
         scores = {} if answer.get("scores") is None else {"scores": answer["scores"]}
-        detail = {str(key): _detail(_only(each)) for key, each in {**logs, **scores}.items()}
+        detail = {str(key): _detail(_only(value)) for key, value in {**logs, **scores}.items()}
         return {"value": _number(_only(answer["rewards"], name), name), "failure": "", "detail": detail}
 
     return score
@@ -305,15 +317,15 @@ class _Runner:
         self._shared: asyncio.Runner | None = None
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        found = self._function(**arguments)
-        if not inspect.iscoroutine(found):
-            return found
+        result = self._function(**arguments)
+        if not inspect.iscoroutine(result):
+            return result
         import asyncio
 
         if threading.current_thread() is not threading.main_thread():  # `isolation: none` calls concurrently
-            return asyncio.run(found)
+            return asyncio.run(result)
         self._shared = self._shared or asyncio.Runner()
-        return self._shared.run(found)
+        return self._shared.run(result)
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -324,19 +336,23 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _accepted(
-    name: str, function: Any, given: Collection[str], columns: Collection[str] | None, reserved: Collection[str]
+    name: str, function: Any, passed: Collection[str], columns: Collection[str] | None, reserved: Collection[str]
 ) -> Callable[[str], bool]:
     """Predicate of the keywords that a function takes. Raises TypeError if it needs another one."""
     parameters = _parameters(function).values()
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    for each in parameters:
-        if each.kind is each.POSITIONAL_ONLY:
-            raise TypeError(f"{name} takes {each.name!r} only by position, and TRL passes every argument by name")
-        required = each.name in named and each.default is each.empty and each.name not in given
-        if required and (each.name in reserved or (columns is not None and each.name not in columns)):
-            known = ", ".join(sorted({*given, *(columns or ())} - {*reserved}))
-            raise TypeError(f"{name} needs {each.name!r}, expected only {known}")
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise TypeError(f"{name} takes {parameter.name!r} only by position, and TRL passes every argument by name")
+        required = parameter.name in named and parameter.default is parameter.empty and parameter.name not in passed
+        if required and (parameter.name in reserved or (columns is not None and parameter.name not in columns)):
+            known = ", ".join(sorted({*passed, *(columns or ())} - {*reserved}))
+            raise TypeError(f"{name} needs {parameter.name!r}, expected only {known}")
     return lambda key: takes_all or key in named
 
 
@@ -345,7 +361,7 @@ def _is_chat(value: Any) -> bool:
     return (
         isinstance(value, (list, tuple))
         and bool(value)
-        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
     )
 
 

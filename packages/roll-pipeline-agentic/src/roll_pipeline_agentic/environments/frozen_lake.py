@@ -35,8 +35,8 @@ class FrozenLake(Environment):
         fields = [(row, column) for row in range(self.size) for column in range(self.size)]
         while True:
             self.agent, self.goal = self.random.sample(fields, 2)
-            free = [each for each in fields if each not in (self.agent, self.goal)]
-            self.holes = {each for each in free if self.random.random() < self.share}
+            free = [field for field in fields if field not in (self.agent, self.goal)]
+            self.holes = {field for field in free if self.random.random() < self.share}
             if self.oracle():
                 break
         text = f"Walk from P to G. O is a hole. Reply with up, down, left or right.\n{self.text()}"
@@ -44,13 +44,13 @@ class FrozenLake(Environment):
 
     @override
     async def step(self, reply: Reply) -> Turn:
-        found = WORD.findall(reply.text)
-        if not found:
+        words = WORD.findall(reply.text)
+        if not words:
             text = f"Reply with up, down, left or right.\n{self.text()}"
             return Turn(
                 messages=[{"role": "user", "content": text}], reward=0.0, state=self.text(), metrics={"valid": 0.0}
             )
-        move = MOVES[found[-1].lower()]
+        move = MOVES[words[-1].lower()]
         if self.random.random() < self.slippery:
             move = self.random.choice([(move[1], move[0]), (-move[1], -move[0])])
         self.agent = self.neighbour(self.agent, move)
@@ -64,7 +64,7 @@ class FrozenLake(Environment):
 
     def neighbour(self, field: Field, move: tuple[int, int]) -> Field:
         """The field after a move; the same at the border."""
-        row, column = (min(max(at + by, 0), self.size - 1) for at, by in zip(field, move, strict=True))
+        row, column = (min(max(coordinate + by, 0), self.size - 1) for coordinate, by in zip(field, move, strict=True))
         return row, column
 
     def oracle(self) -> list[str]:
@@ -75,16 +75,16 @@ class FrozenLake(Environment):
             field, moves = queue.popleft()
             if field == self.goal:
                 return moves
-            for name, each in self._next(field):
-                if each not in known:
-                    known.add(each)
-                    queue.append((each, [*moves, name]))
+            for name, target in self._next(field):
+                if target not in known:
+                    known.add(target)
+                    queue.append((target, [*moves, name]))
         return []
 
     def _next(self, field: Field) -> Iterator[tuple[str, Field]]:
         for name, move in MOVES.items():
-            if (each := self.neighbour(field, move)) not in self.holes:
-                yield name, each
+            if (target := self.neighbour(field, move)) not in self.holes:
+                yield name, target
 
     def text(self) -> str:
         """The map, one row per line."""

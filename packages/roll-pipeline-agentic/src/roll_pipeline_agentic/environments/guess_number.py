@@ -33,10 +33,10 @@ class GuessNumber(Environment):
 
     @override
     async def step(self, reply: Reply) -> Turn:
-        found = NUMBER.findall(reply.text)
-        if not found:
+        numbers = NUMBER.findall(reply.text)
+        if not numbers:
             return self._wrong("Reply with a number.", valid=False)
-        guess = int(found[-1])
+        guess = int(numbers[-1])
         if guess == self.number:
             return Turn(reward=1.0, done=True, metrics={"valid": 1.0, "success": 1.0})
         low, high = self.candidates

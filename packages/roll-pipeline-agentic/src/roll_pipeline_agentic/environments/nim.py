@@ -33,10 +33,10 @@ class Nim(Environment):
 
     @override
     async def step(self, reply: Reply) -> Turn:
-        other, found = OTHER[self.player], NUMBER.findall(reply.text)
-        if not found or not 1 <= int(found[-1]) <= min(self.max_take, self.stones):
+        other, numbers = OTHER[self.player], NUMBER.findall(reply.text)
+        if not numbers or not 1 <= int(numbers[-1]) <= min(self.max_take, self.stones):
             return Turn(reward=-1.0, rewards={other: 0.0}, done=True, metrics={"valid": 0.0})
-        best, taken = self.stones % (self.max_take + 1), int(found[-1])
+        best, taken = self.stones % (self.max_take + 1), int(numbers[-1])
         metrics = {"valid": 1.0} | ({"optimal": float(taken == best)} if best else {})
         self.stones -= taken
         if not self.stones:

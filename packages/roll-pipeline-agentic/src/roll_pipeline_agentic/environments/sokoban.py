@@ -62,14 +62,14 @@ class Sokoban(Environment):
 
     @override
     async def step(self, reply: Reply) -> Turn:
-        found = WORD.findall(reply.text)
-        if not found:
+        words = WORD.findall(reply.text)
+        if not words:
             text = f"Reply with up, down, left or right.\n{self.text()}"
             return Turn(
                 messages=[{"role": "user", "content": text}], reward=0.0, state=self.text(), metrics={"valid": 0.0}
             )
         before = len(self.boxes & self.targets)
-        self.agent, self.boxes = self.pushed(self.agent, self.boxes, MOVES[found[-1].lower()])
+        self.agent, self.boxes = self.pushed(self.agent, self.boxes, MOVES[words[-1].lower()])
         change = len(self.boxes & self.targets) - before
         reward = self.box_reward * change
         if self.boxes == self.targets:
@@ -99,10 +99,10 @@ class Sokoban(Environment):
             if boxes == self.targets:
                 return moves
             for name, move in MOVES.items():
-                each = self.pushed(agent, boxes, move)
-                if each not in known:
-                    known.add(each)
-                    queue.append((each, [*moves, name]))
+                state = self.pushed(agent, boxes, move)
+                if state not in known:
+                    known.add(state)
+                    queue.append((state, [*moves, name]))
         return []
 
     def text(self) -> str:
