@@ -170,7 +170,7 @@ def test_the_chest_needs_the_key() -> None:
     called(game, "reset", {}, 0)
     game.rooms = {(0, 0): "hall", (0, 1): "study", (1, 0): "attic"}
     game.doors = {frozenset(((0, 0), (0, 1))), frozenset(((0, 0), (1, 0)))}
-    game.at, game.key, game.chest = (0, 0), (0, 1), (1, 0)
+    game.position, game.key, game.chest = (0, 0), (0, 1), (1, 0)
     replies = ["take key", "go north", "GO SOUTH", "open chest", "go north", "go east", "take key"]
     turns = [called(game, "step", Reply(text=each)) for each in replies]
     assert [turn.metrics["valid"] for turn in turns] == [0, 0, 1, 0, 1, 1, 1]

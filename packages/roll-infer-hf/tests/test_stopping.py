@@ -24,7 +24,7 @@ class PieceTokenizer:
 
 def first_stop(stops, ids):
     for end in range(1, len(ids) + 1):
-        found = stops.found(ids[:end])
+        found = stops.match(ids[:end])
         if found is not None:
             return end, found
     return None
@@ -61,7 +61,7 @@ def test_pieces_are_stopped_where_the_decoded_text_first_contains_a_stop(ids, st
 
 def test_of_two_stops_that_one_token_completes_the_earlier_in_the_text_is_named():
     stops = StopStrings(ByteTokenizer(), ["b", "ab"])
-    assert stops.found(list(b"xab")) == "ab"
+    assert stops.match(list(b"xab")) == "ab"
 
 
 @settings(max_examples=200)
@@ -72,11 +72,11 @@ def test_a_stop_string_from_before_the_last_token_is_not_found_again(text, strin
     whole, before = (ByteTokenizer().decode(each) for each in (ids, ids[:-1]))
     completed = [each for each in strings if whole.count(each) > before.count(each)]
     repeated = [each for each in strings if each in whole[-len(each) :]]  # `count` skips overlaps
-    found = StopStrings(ByteTokenizer(), strings).found(ids)
+    found = StopStrings(ByteTokenizer(), strings).match(ids)
     assert found in ([None] if not completed and not repeated else [*completed, *repeated])
 
 
 def test_of_a_text_with_two_equal_stops_only_the_tokens_that_complete_one_are_found():
     stops = StopStrings(ByteTokenizer(), ["ab"])
     text = b"ab-b-ab"
-    assert [end for end in range(1, len(text) + 1) if stops.found(list(text[:end]))] == [2, 7]
+    assert [end for end in range(1, len(text) + 1) if stops.match(list(text[:end]))] == [2, 7]

@@ -49,7 +49,7 @@ def _power(base: Number, exponent: Number) -> Any:
 
 def _small(function: Callable[..., int]) -> Callable[..., int]:
     def call(*arguments: int) -> int:
-        if any(abs(each) > MAX_ARGUMENT for each in arguments):
+        if any(abs(argument) > MAX_ARGUMENT for argument in arguments):
             raise ExpressionError(f"an argument is larger than {MAX_ARGUMENT}")
         return function(*arguments)
 
@@ -58,7 +58,7 @@ def _small(function: Callable[..., int]) -> Callable[..., int]:
 
 def _round(value: Number, *digits: int) -> Number:
     """`round`. Python computes `10 ** -digits` for an integer, which takes minutes for -10,000,000 digits."""
-    if any(abs(each) > MAX_ARGUMENT for each in digits):
+    if any(abs(number) > MAX_ARGUMENT for number in digits):
         raise ExpressionError(f"round to more than {MAX_ARGUMENT} digits")
     return round(value, *digits)
 
@@ -101,7 +101,7 @@ def _value(node: ast.AST) -> Any:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return _bounded(OPERATORS[type(op)](_number(left), _number(right)))
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_number(each) for each in elements]
+            return [_number(element) for element in elements]
         case ast.Call(func=func, args=arguments, keywords=[]):
             name = func.attr if isinstance(func, ast.Attribute) and ast.unparse(func.value) == "math" else ""
             name = func.id if isinstance(func, ast.Name) else name

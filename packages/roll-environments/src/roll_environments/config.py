@@ -68,12 +68,12 @@ class ToolsConfig(Config):
     @model_validator(mode="after")
     def _has_reset_and_a_reward(self) -> ToolsConfig:
         _installed("transformers", "roll-environments[tools]")
-        found = load(self.target)
-        if not isinstance(found, type):
+        target = load(self.target)
+        if not isinstance(target, type):
             return self
-        if not callable(getattr(found, "reset", None)):
+        if not callable(getattr(target, "reset", None)):
             raise ValueError(f"{self.target} has no method reset")
-        if not self.rewards and not callable(getattr(found, "get_reward", None)):
+        if not self.rewards and not callable(getattr(target, "get_reward", None)):
             raise ValueError(f"there is no reward: {self.target} has no method get_reward, and rewards is empty")
         return self
 
@@ -265,11 +265,11 @@ class VerifiersV0Config(Config):
         from roll_environments.verifiers_v0_adapter import loader
 
         try:
-            found = loader(self.id)
+            load_environment = loader(self.id)
         except (Exception, SystemExit) as error:  # the module may raise anything
             raise ValueError(f"id: {described(error)}") from error
         try:
-            inspect.signature(found).bind(**self.args)
+            inspect.signature(load_environment).bind(**self.args)
         except TypeError as error:
             raise ValueError(f"args: {error}") from error
         return self
@@ -282,9 +282,9 @@ def _installed(module: str, requirement: str, otherwise: str = "") -> None:
     """
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"{module} is not installed: {install_command(requirement)}")
-    wanted = Requirement(requirement)
-    if wanted.specifier and not wanted.specifier.contains(found := version(wanted.name), prereleases=True):
+    required = Requirement(requirement)
+    if required.specifier and not required.specifier.contains(installed := version(required.name), prereleases=True):
         raise ValueError(
-            f"{wanted.name} {found} is installed, expected {wanted.specifier}: {install_command(requirement)}"
+            f"{required.name} {installed} is installed, expected {required.specifier}: {install_command(requirement)}"
             f"{', or ' if otherwise else ''}{otherwise}"
         )

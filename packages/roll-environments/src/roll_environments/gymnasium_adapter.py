@@ -69,7 +69,7 @@ class GymnasiumAdapter(Environment):
         with calls_to(self._inner(), "reset"):
             observation, _ = self.env.reset(seed=seed)
         self.instruction = self.prompt if self.prompt is not None else self._instruction()
-        text = "\n".join(each for each in (self.instruction, self._text(observation)) if each)
+        text = "\n".join(part for part in (self.instruction, self._text(observation)) if part)
         return Opening(messages=[{"role": "user", "content": text}])
 
     @override
@@ -132,9 +132,9 @@ class GymnasiumAdapter(Environment):
         if self.actions:
             # The longest first: "up left" is no "up".
             longest = sorted(map(re.escape, self.actions), key=len, reverse=True)
-            found = re.findall(rf"(?<!\w)(?:{'|'.join(longest)})(?!\w)", text, re.IGNORECASE)
-            names = [each.lower() for each in self.actions]
-            return names.index(found[-1].lower()) + int(getattr(self.space, "start", 0)) if found else None
+            actions = re.findall(rf"(?<!\w)(?:{'|'.join(longest)})(?!\w)", text, re.IGNORECASE)
+            names = [action.lower() for action in self.actions]
+            return names.index(actions[-1].lower()) + int(getattr(self.space, "start", 0)) if actions else None
         shape, dtype = getattr(self.space, "shape", None), getattr(self.space, "dtype", None)
         if (parts := getattr(self.space, "spaces", None)) is not None:
             return _action_of(self.space, _json_of(text, *("{}" if isinstance(parts, Mapping) else "[]")))
@@ -166,16 +166,16 @@ def numbers(text: str, number: int) -> list[float] | None:
 
 def _numbers(text: str) -> list[float | None]:
     """The numbers of a text. None stands for digits that are no number, such as `3-5`."""
-    found: list[float | None] = []
+    numbers: list[float | None] = []
     signed = False
     for match in CHUNK.finditer(text):
         chunk = match[0].rstrip(".")
         if any(character.isdigit() for character in chunk) and not chunk[0].isalpha():
-            found.append(float(chunk) if NUMBER.fullmatch(chunk) and not signed else None)
+            numbers.append(float(chunk) if NUMBER.fullmatch(chunk) and not signed else None)
         # A sign apart from its number is one of a list at the beginning of a line, and else has no clear meaning.
         line = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
         signed = chunk == "-" and bool(line.strip())
-    return found
+    return numbers
 
 
 def _action_of(space: Any, value: Any) -> Any:
@@ -201,12 +201,12 @@ def _typed(space: Any, value: Any) -> Any:
     import numpy as np
 
     try:
-        given = np.asarray(value, dtype=np.float64)
+        numbers = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         return None
     with np.errstate(all="ignore"):  # numbers outside of the type become others, which are no actions
-        cast = given.astype(dtype)
-    exact = np.isfinite(cast).all() if dtype.kind == "f" else np.array_equal(cast.astype(np.float64), given)
+        cast = numbers.astype(dtype)
+    exact = np.isfinite(cast).all() if dtype.kind == "f" else np.array_equal(cast.astype(np.float64), numbers)
     shape = tuple(getattr(space, "shape", None) or ())
     if not exact or cast.size != math.prod(shape):
         return None

@@ -68,7 +68,7 @@ class LocalSearch(Environment):
         if wrong := correction(reply, reward=0.0):
             return wrong
         answer = normalised(reply.text.rpartition("Answer:")[2])
-        right = float(any(answer == normalised(each) for each in self.answers))
+        right = float(any(answer == normalised(expected) for expected in self.answers))
         return Turn(reward=right, done=True, metrics={"success": right})
 
     def _search(self, call: ToolCall) -> tuple[Message, float]:
@@ -81,8 +81,10 @@ class LocalSearch(Environment):
                 raise ToolCallError("the argument query is missing, or no text")
         except ToolCallError as error:
             return call.error(error), 1.0
-        found = self.index.search(query, self.num_results)
-        return call.result("\n".join(f"{each['title']}: {each['text']}" for each in found) or "no document"), 0.0
+        documents = self.index.search(query, self.num_results)
+        return call.result(
+            "\n".join(f"{document['title']}: {document['text']}" for document in documents) or "no document"
+        ), 0.0
 
     def oracle(self) -> list[Any]:
         """Replies with calls, as their arguments, then the answer."""
@@ -101,26 +103,26 @@ class Bm25:
 
     def __init__(self, documents: Sequence[dict[str, Any]], *, k1: float = 1.5, b: float = 0.75) -> None:
         self.documents, self.k1, self.b = documents, k1, b
-        self.counts = [Counter(terms(f"{each['title']} {each['text']}")) for each in documents]
-        self.lengths = [sum(each.values()) for each in self.counts]
+        self.counts = [Counter(terms(f"{document['title']} {document['text']}")) for document in documents]
+        self.lengths = [sum(counts.values()) for counts in self.counts]
         self.mean = sum(self.lengths) / max(len(documents), 1)
-        having = Counter(term for each in self.counts for term in each)
+        having = Counter(term for counts in self.counts for term in counts)
         self.idf = {term: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for term, n in having.items()}
 
     def scores(self, query: str) -> list[float]:
         """Score of each document."""
         words = [term for term in terms(query) if term in self.idf]
-        found = []
+        scores = []
         for counts, length in zip(self.counts, self.lengths, strict=True):
             norm = self.k1 * (1 - self.b + self.b * length / self.mean)
-            found.append(sum(self.idf[t] * counts[t] * (self.k1 + 1) / (counts[t] + norm) for t in words))
-        return found
+            scores.append(sum(self.idf[t] * counts[t] * (self.k1 + 1) / (counts[t] + norm) for t in words))
+        return scores
 
     def search(self, query: str, number: int) -> list[dict[str, Any]]:
         """Documents with the highest scores above 0. Equal scores keep the order of the corpus."""
         scores = self.scores(query[:1000])
-        best = sorted(range(len(scores)), key=lambda at: -scores[at])[:number]
-        return [self.documents[at] for at in best if scores[at] > 0]
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[:number]
+        return [self.documents[index] for index in best if scores[index] > 0]
 
 
 def terms(text: str) -> list[str]:
@@ -141,8 +143,8 @@ def read_corpus(path: str | None) -> list[dict[str, Any]]:
         documents = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    for number, each in enumerate(documents, 1):
-        if not isinstance(each, dict) or not all(isinstance(each.get(key), str) for key in ("title", "text")):
+    for number, document in enumerate(documents, 1):
+        if not isinstance(document, dict) or not all(isinstance(document.get(key), str) for key in ("title", "text")):
             raise ValueError(f"{path}, document {number} has no title and text, expected two strings")
     if not documents:
         raise ValueError(f"{path} has no documents")
@@ -158,8 +160,8 @@ def make_question(
     generator: random.Random, documents: Sequence[dict[str, Any]]
 ) -> tuple[str, tuple[str, ...], list[str]]:
     """A question about two documents of this package's corpus, its answer, and queries that find both."""
-    people = {each["title"]: each for each in documents if each["kind"] == "person"}
-    work = generator.choice([each for each in documents if each["kind"] == "work"])
+    people = {document["title"]: document for document in documents if document["kind"] == "person"}
+    work = generator.choice([document for document in documents if document["kind"] == "work"])
     person = people[work["by"]]
     key, question = generator.choice(list(QUESTIONS.items()))
     return question.format(work["title"]), (person[key],), [work["title"], person["title"]]

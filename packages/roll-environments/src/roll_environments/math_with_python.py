@@ -56,8 +56,8 @@ class MathWithPython(Environment):
             return tool_turn(reply, [_run(call) for call in calls], reward=0.0)
         if wrong := correction(reply, reward=0.0):
             return wrong
-        found = NUMBER.findall(reply.text)
-        text = found[-1] if found else "nan"
+        numbers = NUMBER.findall(reply.text)
+        text = numbers[-1] if numbers else "nan"
         if isinstance(self.answer, int):
             right = _number(text) == self.answer
         else:

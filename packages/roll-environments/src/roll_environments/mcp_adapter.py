@@ -65,11 +65,13 @@ class McpServer(Environment):
             raise WrappedError(f"{self.what}: start: {self._reason(error)}") from error
         with calls_to(self.what, "tools/list"):
             listed = self._list_tools()
-        hidden = {each for each in (self.reset_tool, self.reward_tool) if each}
+        hidden = {tool for tool in (self.reset_tool, self.reward_tool) if tool}
         if missing := sorted((hidden | set(self.tools)) - set(listed)):
             raise WrappedError(f"{self.what} has no tool {missing[0]}; it has {', '.join(listed)}")
         self.visible = {
-            name: each for name, each in listed.items() if name not in hidden and (not self.tools or name in self.tools)
+            name: schema
+            for name, schema in listed.items()
+            if name not in hidden and (not self.tools or name in self.tools)
         }
         prompt = self.prompt if self.prompt is not None else self.task.get("prompt")
         messages: list[Message] = (
@@ -153,19 +155,19 @@ class McpServer(Environment):
             if (cursor := page.next_cursor) is None:
                 break
         self.schemas = {
-            each.name: {
+            tool.name: {
                 "type": "function",
-                "function": {"name": each.name, "description": each.description or "", "parameters": each.input_schema},
+                "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
             }
-            for each in tools
+            for tool in tools
         }
-        return {each.name: each.input_schema for each in tools}
+        return {tool.name: tool.input_schema for tool in tools}
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """The text of a result, and True if the tool reported an error."""
         with calls_to(self.what, f"tools/call {name}"):
             result = self.portal.call(self.client.call_tool, name, dict(arguments))
-            texts = [_text(each) for each in result.content]
+            texts = [_text(block) for block in result.content]
             if not texts and result.structured_content is not None:
                 texts = [as_text(result.structured_content)]
         return "\n".join(texts), bool(result.is_error)

@@ -75,21 +75,21 @@ class OpenEnv(Environment):
             data = self._request("reset", {"seed": seed, **self.reset_data, **task})
             listed = self._request("step", {"type": "list_tools"})["observation"]["tools"] if self.tools else []
         prompt = self.prompt or task.get("prompt", "")
-        text = "\n".join(each for each in (prompt, self._text(data["observation"])) if each)
+        text = "\n".join(part for part in (prompt, self._text(data["observation"])) if part)
         if not text:
             raise WrappedError(f"{self.what}: reset: there is no text: set prompt or observation")
         tools: list[dict[str, Any]] = [
             {
                 "type": "function",
                 "function": {
-                    "name": each["name"],
-                    "description": each.get("description") or "",
-                    "parameters": each.get("input_schema") or each.get("inputSchema") or {"type": "object"},
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": tool.get("input_schema") or tool.get("inputSchema") or {"type": "object"},
                 },
             }
-            for each in listed
+            for tool in listed
         ]
-        self.names = [each["name"] for each in listed]
+        self.names = [tool["name"] for tool in listed]
         self.called = False
         return Opening(messages=[{"role": "user", "content": text}], tools=tools)
 
@@ -131,14 +131,14 @@ class OpenEnv(Environment):
             self.called = reached = True
             with calls_to(self.what, f"step: {call.name}"):
                 data = self._request("step", action)
-                found = data["observation"]
+                observation = data["observation"]
             reward = _number(data.get("reward"))
             rewards += [] if reward is None else [reward]
             done = done or bool(data.get("done"))
-            if error_of := found.get("error"):
+            if error_of := observation.get("error"):
                 results.append((call.error(error_of.get("message", error_of)), 1.0))
             else:
-                results.append((call.result(_result_text(found.get("result"))), 0.0))
+                results.append((call.result(_result_text(observation.get("result"))), 0.0))
         turn = tool_turn(reply, results, reward=sum(rewards, 0.0) if rewards or not reached else None)
         return replace(turn, done=done)
 
@@ -164,7 +164,7 @@ class OpenEnv(Environment):
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            command = [each.replace("{port}", str(port)) for each in self.command]
+            command = [word.replace("{port}", str(port)) for word in self.command]
             self.server = subprocess.Popen(supervised(command), stdin=subprocess.DEVNULL, start_new_session=True)
             url = f"http://127.0.0.1:{port}"
         address = url.rstrip("/").replace("http", "ws", 1) + "/ws"
@@ -209,7 +209,7 @@ def _result_text(result: Any) -> str:
         if result.get("data") is not None:
             return as_text(result["data"])
         if isinstance(result.get("content"), list):
-            return "\n".join(str(each.get("text", "")) for each in result["content"])
+            return "\n".join(str(block.get("text", "")) for block in result["content"])
     return as_text(result)
 
 

@@ -53,7 +53,7 @@ class PythonTools(Environment):
             self.object = load(self.target)(**self.options)
         with calls_to(self.object, "schemas of its tools"):
             self.tools = methods(self.object)
-            schemas = [_schema(each) for each in self.tools.values()]
+            schemas = [_schema(tool) for tool in self.tools.values()]
         self.row = dict(task)
         self.messages: list[Message] = list(_prompt(self.row.get("prompt")))
         arguments = dict(self.row)
@@ -100,10 +100,10 @@ class PythonTools(Environment):
 
     @override
     async def score(self) -> Reward | None:
-        found: dict[str, float] = {}
+        parts: dict[str, float] = {}
         if callable(get_reward := getattr(self.object, "get_reward", None)):
             with calls_to(self.object, "get_reward"):
-                found[type(self.object).__name__] = _number(await _result(get_reward()))
+                parts[type(self.object).__name__] = _number(await _result(get_reward()))
         columns = {key: [value] for key, value in self.row.items() if key != "prompt"}
         prompt, completion = self.messages[: self.num_prompt], self.messages[self.num_prompt :]
         for target in self.rewards:
@@ -115,8 +115,8 @@ class PythonTools(Environment):
                 if len(values) != 1:
                     raise ValueError(f"returned {len(values)} rewards for one episode")
                 if values[0] is not None:
-                    found[function.__name__] = _number(values[0])
-        return Reward(value=sum(found.values()), detail=found) if found else None
+                    parts[function.__name__] = _number(values[0])
+        return Reward(value=sum(parts.values()), detail=parts) if parts else None
 
     @override
     async def close(self) -> None:
@@ -127,8 +127,8 @@ class PythonTools(Environment):
 
 def methods(of: Any) -> dict[str, Callable[..., Any]]:
     """Public methods that are tools, by name."""
-    found = inspect.getmembers(type(of), predicate=inspect.isfunction)
-    return {name: getattr(of, name) for name, _ in found if not name.startswith("_") and name not in NOT_TOOLS}
+    members = inspect.getmembers(type(of), predicate=inspect.isfunction)
+    return {name: getattr(of, name) for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS}
 
 
 def _schema(method: Callable[..., Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _prompt(value: Any) -> list[dict[str, Any]]:
         return []
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    return [dict(each) for each in value]
+    return [dict(message) for message in value]
 
 
 def _accepts(function: Callable[..., Any], name: str) -> bool:

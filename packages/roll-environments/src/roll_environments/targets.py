@@ -27,16 +27,16 @@ def load(target: str) -> Any:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code, which may also exit
         raise ValueError(f"importing {module_name} failed: {described(error)}") from error
     for name in attribute.split("."):
-        if not hasattr(found, name):
+        if not hasattr(value, name):
             raise ValueError(f"module {module_name} has no {attribute!r}")
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def importable(target: str) -> str:

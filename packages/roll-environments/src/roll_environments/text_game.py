@@ -43,7 +43,7 @@ class TextGame(Environment):
             neighbour = _moved(room, generator.choice(list(MOVES)))
             self.rooms.setdefault(neighbour, names[len(self.rooms)])
             self.doors.add(frozenset((room, neighbour)))
-        self.at, self.key, self.chest = generator.sample(list(self.rooms), 3)
+        self.position, self.key, self.chest = generator.sample(list(self.rooms), 3)
         self.has_key = False
         text = f"There is a chest in this house, and its key. Open the chest.\n{HELP}\n{self.look()}"
         return Opening(messages=[{"role": "user", "content": text}], state=self.state())
@@ -55,16 +55,16 @@ class TextGame(Environment):
             return self._turn(HELP, valid=False)
         direction, take, open_chest, _ = (word.lower() for word in commands[-1])
         if direction:
-            if (to := _moved(self.at, direction)) not in self.neighbours():
+            if (to := _moved(self.position, direction)) not in self.neighbours():
                 return self._turn("There is no door.", valid=False)
-            self.at = to
+            self.position = to
         elif take:
-            if self.has_key or self.at != self.key:
+            if self.has_key or self.position != self.key:
                 return self._turn("There is no key here.", valid=False)
             self.has_key = True
             return self._turn("You have the key.", reward=self.key_reward)
         elif open_chest:
-            if self.at != self.chest:
+            if self.position != self.chest:
                 return self._turn("There is no chest here.", valid=False)
             if not self.has_key:
                 return self._turn("The chest is locked.", valid=False)
@@ -81,27 +81,29 @@ class TextGame(Environment):
 
     def look(self) -> str:
         """Description of the room."""
-        doors = [f"{move} ({self.rooms[_moved(self.at, move)]})" for move in self._directions()]
-        things = ["a chest"] * (self.at == self.chest) + ["a key"] * (self.at == self.key and not self.has_key)
+        doors = [f"{move} ({self.rooms[_moved(self.position, move)]})" for move in self._directions()]
+        things = ["a chest"] * (self.position == self.chest) + ["a key"] * (
+            self.position == self.key and not self.has_key
+        )
         here = f" You see {' and '.join(things)}." if things else ""
-        return f"You are in the {self.rooms[self.at]}.{here} Doors: {', '.join(doors)}."
+        return f"You are in the {self.rooms[self.position]}.{here} Doors: {', '.join(doors)}."
 
     def state(self) -> str:
         """Room, and whether the agent has the key."""
-        return f"{self.rooms[self.at]}{' with key' * self.has_key}"
+        return f"{self.rooms[self.position]}{' with key' * self.has_key}"
 
     def neighbours(self) -> list[Place]:
         """Rooms behind the doors."""
-        return [_moved(self.at, move) for move in self._directions()]
+        return [_moved(self.position, move) for move in self._directions()]
 
     def _directions(self) -> list[str]:
-        return [move for move in MOVES if frozenset((self.at, _moved(self.at, move))) in self.doors]
+        return [move for move in MOVES if frozenset((self.position, _moved(self.position, move))) in self.doors]
 
     def oracle(self) -> list[str]:
         """Shortest commands that open the chest."""
-        to_key, to_chest = self._path(self.at, self.key), self._path(self.key, self.chest)
+        to_key, to_chest = self._path(self.position, self.key), self._path(self.key, self.chest)
         if self.has_key:
-            return [*self._path(self.at, self.chest), "open chest"]
+            return [*self._path(self.position, self.chest), "open chest"]
         return [*to_key, "take key", *to_chest, "open chest"]
 
     def _path(self, start: Place, goal: Place) -> list[str]:

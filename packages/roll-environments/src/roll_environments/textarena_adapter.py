@@ -102,7 +102,7 @@ class TextArena(Environment):
         """Play the other players' turns, and return what the player sees."""
         for _ in range(MAX_OPPONENT_TURNS):
             player, observation = self.env.get_observation()
-            text = observation if isinstance(observation, str) else "\n".join(str(each[1]) for each in observation)
+            text = observation if isinstance(observation, str) else "\n".join(str(entry[1]) for entry in observation)
             if self.self_play:
                 self.player = player
             if player == self.player:

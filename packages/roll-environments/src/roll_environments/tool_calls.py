@@ -31,12 +31,12 @@ class ToolCall:
     def arguments(self) -> dict[str, Any]:
         """Arguments by name. Raises `ToolCallError`."""
         try:
-            found = json.loads(self.text) if isinstance(self.text, str) else dict(self.text)
+            arguments = json.loads(self.text) if isinstance(self.text, str) else dict(self.text)
         except ValueError as error:
             raise ToolCallError(f"the arguments are not JSON: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(arguments, dict):
             raise ToolCallError("the arguments are not a JSON object")
-        return found
+        return arguments
 
     @property
     def readable(self) -> dict[str, Any] | str:
@@ -57,9 +57,9 @@ class ToolCall:
 
 def tool_calls(reply: Reply) -> Iterator[ToolCall]:
     """Calls of tools in a reply, in order."""
-    for each in reply.tool_calls:
-        function = each["function"]
-        yield ToolCall(each.get("id") or "", function["name"], function.get("arguments") or {})
+    for call in reply.tool_calls:
+        function = call["function"]
+        yield ToolCall(call.get("id") or "", function["name"], function.get("arguments") or {})
 
 
 def assistant_message(reply: Reply) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def assistant_message(reply: Reply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     if reply.tool_calls:
         message["tool_calls"] = [
-            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.readable}}
-            for each in tool_calls(reply)
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.readable}}
+            for call in tool_calls(reply)
         ]
     return message
 

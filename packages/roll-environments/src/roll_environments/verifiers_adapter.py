@@ -59,30 +59,30 @@ class Verifiers(Agent):
 
     def _reward(self, episode: Any, client: Any, discarded: list[Any]) -> Reward:
         """The reward of the episode's only trace whose calls are the policy's. Raises `WrappedError`."""
-        errors = [*episode.errors, *(each for trace in episode.traces for each in trace.errors)]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors or not episode.ok:
-            found = f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not ok"
-            raise WrappedError(f"{self.what}: {' '.join(found.split())}")
-        traces = [each for each in episode.traces if each.agent.config.client == client]
+            problem = f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not ok"
+            raise WrappedError(f"{self.what}: {' '.join(problem.split())}")
+        traces = [trace for trace in episode.traces if trace.agent.config.client == client]
         if len(traces) != 1 or discarded:
             raise WrappedError(
                 f"{self.what}: {len(traces) + len(discarded)} agent runs called the policy, expected one: the rollout"
                 " has one reward"
             )
         (trace,) = traces
-        if missing := [name for name, each in trace.rewards.items() if each is None]:
+        if missing := [name for name, reward in trace.rewards.items() if reward is None]:
             raise WrappedError(f"{self.what}: reward {missing[0]} was not computed")
         if not trace.rewards:
             raise WrappedError(f"{self.what}: the task {trace.task.type} has no rewards")
-        parts = {name: each.value for name, each in trace.rewards.items()}
-        metrics = {name: float(each) for name, each in trace.metrics.items() if each is not None}
+        parts = {name: reward.value for name, reward in trace.rewards.items()}
+        metrics = {name: float(number) for name, number in trace.metrics.items() if number is not None}
         return Reward(value=float(trace.reward), detail=metrics | parts)
 
 
 def name_of(env: Mapping[str, Any]) -> str:
     """Names of the environment and its taskset, as in the config."""
     names = (env.get("id"), (env.get("taskset") or {}).get("id"))
-    return " on ".join(str(each) for each in names if each) or "without a taskset"
+    return " on ".join(str(name) for name in names if name) or "without a taskset"
 
 
 def env_config(env: Mapping[str, Any]) -> Any:

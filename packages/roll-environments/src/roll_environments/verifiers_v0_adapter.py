@@ -86,9 +86,9 @@ def _client_class() -> Any:
     errors = importlib.import_module("verifiers.errors")
 
     class Client(clients.OpenAIChatCompletionsClient):  # type: ignore[name-defined,misc]
-        async def get_native_response(self, *given: Any, **options: Any) -> Any:
+        async def get_native_response(self, *arguments: Any, **options: Any) -> Any:
             try:
-                return await super().get_native_response(*given, **options)
+                return await super().get_native_response(*arguments, **options)
             except openai.BadRequestError as error:
                 if error.code in ("max_turns", "max_tokens", "context_length_exceeded"):
                     raise errors.OverlongPromptError from error
@@ -105,20 +105,20 @@ def loader(id: str) -> Callable[..., Any]:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     name = id.replace("-", "_").split("/")[-1]
-    found = getattr(importlib.import_module(name), "load_environment", None)
-    if not callable(found):
+    load_environment = getattr(importlib.import_module(name), "load_environment", None)
+    if not callable(load_environment):
         raise ValueError(f"module {name} has no load_environment")
-    return found  # type: ignore[no-any-return]
+    return load_environment  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=8)
 def _environment(id: str, args: str) -> Any:
     """An environment, once for each process. Raises `ValueError` for one that cannot score a single rollout."""
     with _unchanged_signals():
-        found = loader(id)(**json.loads(args))
-    found.env_id = found.env_id or id
-    _prepare(found)
-    return found
+        environment = loader(id)(**json.loads(args))
+    environment.env_id = environment.env_id or id
+    _prepare(environment)
+    return environment
 
 
 def _prepare(environment: Any) -> None:
@@ -130,15 +130,15 @@ def _prepare(environment: Any) -> None:
     if not environment.score_rollouts:
         raise ValueError("score_rollouts is False: there is no reward")
     _note_failures(environment.rubric)
-    for each in getattr(environment, "envs", ()):  # an EnvGroup
-        _prepare(each)
+    for member in getattr(environment, "envs", ()):  # an EnvGroup
+        _prepare(member)
 
 
 def _note_failures(rubric: Any) -> None:
     """Replace the reward functions, whose failures verifiers logs and scores as 0."""
-    rubric.funcs = [_noted(each) for each in rubric.funcs]
-    for each in getattr(rubric, "rubrics", ()):
-        _note_failures(each)
+    rubric.funcs = [_noted(function) for function in rubric.funcs]
+    for member in getattr(rubric, "rubrics", ()):
+        _note_failures(member)
 
 
 def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,12 +157,12 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _unchanged_signals() -> Iterator[None]:
     """Restore the signal handlers that an environment of verifiers replaces."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @lru_cache(maxsize=1)

@@ -86,12 +86,12 @@ class Batch:
 
     def join(self, sequences: list[Sequence]) -> None:
         """Append rows. A recalled sequence continues after its last generated token."""
-        for each in sequences:
-            if each.slot < 0:
-                self._occupy(self._free_slot(each.params.max_new_tokens), each)
-            self._num_sampled_S[each.slot] = self._counts_S[each.slot]
-            if each.params.repetition_penalty != 1:
-                self._see(each)
+        for sequence in sequences:
+            if sequence.slot < 0:
+                self._occupy(self._free_slot(sequence.params.max_new_tokens), sequence)
+            self._num_sampled_S[sequence.slot] = self._counts_S[sequence.slot]
+            if sequence.params.repetition_penalty != 1:
+                self._see(sequence)
         self._set_rows([*self.rows, *sequences])
 
     def reorder(self, order: npt.NDArray[np.int64]) -> None:
@@ -125,7 +125,10 @@ class Batch:
 
     def longest(self) -> int:
         """Maximum over rows of prompt length plus `max_new_tokens`; 0 without rows."""
-        return max((len(each.request.request.prompt_ids) + each.params.max_new_tokens for each in self.rows), default=0)
+        return max(
+            (len(sequence.request.request.prompt_ids) + sequence.params.max_new_tokens for sequence in self.rows),
+            default=0,
+        )
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> None:
         """Set the sequence's output from its generated tokens and free its slot. The caller drops the row."""
@@ -205,7 +208,7 @@ class Batch:
         for i in np.flatnonzero(self._has_stops_N[rows_N] & ~ended_N):
             sequence, num = self.rows[rows_N[i]], counts_N[i]
             if sequence.request.stops is not None and num > sequence.params.min_new_tokens:
-                stop = sequence.request.stops.found(self._tokens_ST[sequence.slot, :num])
+                stop = sequence.request.stops.match(self._tokens_ST[sequence.slot, :num])
                 if stop is not None:
                     self.finish(sequence, "stop", stop)
                     continues[rows_N[i]] = False
@@ -253,7 +256,7 @@ class Batch:
     def _set_rows(self, rows: list[Sequence]) -> None:
         """Cache per-row tables that change only when rows join or leave."""
         self.rows = rows
-        self._slots_N = np.array([each.slot for each in rows], dtype=np.int64)
+        self._slots_N = np.array([sequence.slot for sequence in rows], dtype=np.int64)
         self._table_N = self._table_S[self._slots_N]
         self._end_set_N = self._end_set_S[self._slots_N]
         self._has_stops_N = self._has_stops_S[self._slots_N]

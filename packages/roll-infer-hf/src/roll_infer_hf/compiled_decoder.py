@@ -93,7 +93,7 @@ class CompiledDecoder(Decoder):
         """
         super().refresh()
         norms = [layer.qk_norm_HD for layer in self._layers]
-        self._qk_norms = [None if each is None else each.float() for each in norms]
+        self._qk_norms = [None if norm is None else norm.float() for norm in norms]
         self._pads_rows = any(layer.gate_up.pads_rows for layer in self._layers)
 
     def _need_positions(self, num: int) -> None:
@@ -102,8 +102,8 @@ class CompiledDecoder(Decoder):
 
     def cache_dtype(self) -> torch.dtype:
         """Dtype of the model: bfloat16 halves the memory traffic."""
-        found: torch.dtype = self.dtype
-        return found
+        dtype: torch.dtype = self.dtype
+        return dtype
 
     @torch.inference_mode()
     def decode(self, tokens_N: Tensor) -> Tensor:

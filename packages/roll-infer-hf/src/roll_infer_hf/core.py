@@ -103,16 +103,16 @@ class EngineCore:
 
     def abort(self, ids: Iterable[str]) -> list[RunningRequest]:
         """End requests with their partial outputs. Unknown ids are ignored."""
-        chosen = {id(self._unfinished[each]) for each in ids if each in self._unfinished}
+        chosen = {id(self._unfinished[request_id]) for request_id in ids if request_id in self._unfinished}
         self._scheduler.remove(lambda sequence: id(sequence.request) in chosen)
-        kept = np.array([id(each.request) not in chosen for each in self._batch.rows], dtype=np.bool_)
+        remaining_N = np.array([id(row.request) not in chosen for row in self._batch.rows], dtype=np.bool_)
         for request in self._unfinished.values():
             if id(request) in chosen:
                 for sequence in request.sequences:
                     if sequence.output is None:
                         self._batch.finish(sequence, "abort")
                 self._some_ended = True
-        self._drop(kept)
+        self._drop(remaining_N)
         self._scheduler.release()
         return self._take_done()
 
@@ -159,9 +159,9 @@ class EngineCore:
         """Counters since the last call, by metric name."""
         with self._counters_lock:
             counters, self._counters = self._counters, defaultdict(float)
-        found = {name: counters[name] for name in COUNTED}
-        found["running/mean"] = counters["decode_rows"] / max(counters["decode_steps"], 1)
-        return found
+        metrics = {name: counters[name] for name in COUNTED}
+        metrics["running/mean"] = counters["decode_rows"] / max(counters["decode_steps"], 1)
+        return metrics
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -175,22 +175,22 @@ class EngineCore:
 
     def _prefill(self, chunks: list[PromptChunk]) -> None:
         logits = self.runner.prefill(chunks)
-        self._count("prompt_tokens", sum(each.end - each.begin for each in chunks))
+        self._count("prompt_tokens", sum(chunk.end - chunk.begin for chunk in chunks))
         complete = self._scheduler.ready(chunks)
         sequences: list[Sequence] = []
         prompts: list[CachedPrompt] = []
         sources: list[int] = []
         for source, (prompt, group) in enumerate(complete):
-            for each in group:
-                request = each.request
+            for sequence in group:
+                request = sequence.request
                 if request.request.prompt_logprobs and request.prompt_logprobs is None:
                     request.take_logprobs(prompt)
-                each.add_experts(prompt.routed_experts)
-                if each.params.max_new_tokens == 0:
-                    self._batch.finish(each, "length")
+                sequence.add_experts(prompt.routed_experts)
+                if sequence.params.max_new_tokens == 0:
+                    self._batch.finish(sequence, "length")
                     self._some_ended = True
                     continue
-                sequences.append(each)
+                sequences.append(sequence)
                 prompts.append(prompt)
                 sources.append(source)
         shared = sum(len(prompt) * (len(group) - 1) + prompt.donated for prompt, group in complete)
@@ -208,7 +208,7 @@ class EngineCore:
     def _record(self, max_unread: int) -> None:
         """Record sampled tokens until at most `max_unread` steps are unread, and drop the rows that end."""
         while self._batch.num_unread > max_unread:
-            step, kept, broken = self._batch.record()
+            step, remaining_N, broken = self._batch.record()
             self._count("generated_tokens", len(step.rows_N))
             if len(broken):
                 self.runner.scrub(broken)
@@ -219,11 +219,11 @@ class EngineCore:
                         f" (weight version {step.version}); check the weights and the dtype"
                     )
                     self._fail([request], error)
-                kept &= np.array([each.request.error is None for each in self._batch.rows], dtype=np.bool_)
-            self._drop(kept)
+                remaining_N &= np.array([row.request.error is None for row in self._batch.rows], dtype=np.bool_)
+            self._drop(remaining_N)
 
     def _fail(self, requests: list[RunningRequest], error: Exception) -> None:
-        failed = {id(each) for each in requests}
+        failed = {id(request) for request in requests}
         self._scheduler.remove(lambda sequence: id(sequence.request) in failed)
         self._some_ended = True
         for request in requests:
@@ -240,7 +240,7 @@ class EngineCore:
         if not self._some_ended:
             return []
         self._some_ended = False
-        done = [each for each in self._unfinished.values() if each.done]
-        for each in done:
-            del self._unfinished[each.request.id]
+        done = [request for request in self._unfinished.values() if request.done]
+        for request in done:
+            del self._unfinished[request.request.id]
         return done

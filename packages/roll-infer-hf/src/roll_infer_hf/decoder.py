@@ -58,7 +58,7 @@ def unsupported(model: PreTrainedModel) -> str | None:
         return "pretraining_tp"
     first = model.model.layers[0]
     linears = [first.self_attn.q_proj, first.self_attn.o_proj, first.mlp.gate_proj, first.mlp.down_proj, model.lm_head]
-    if not all(type(each) is torch.nn.Linear for each in linears):
+    if not all(type(linear) is torch.nn.Linear for linear in linears):
         return "wrapped or quantized layers"
     return None
 
@@ -187,17 +187,17 @@ class Decoder(Runner):
         self._allocate_prompts([chunk.prompt for chunk in chunks if chunk.prompt.cache is None])
         for chunk in chunks:
             self._need_positions(chunk.end)
-        tokens_T = torch.from_numpy(np.concatenate([each.prompt.tokens[each.begin : each.end] for each in chunks]))
-        positions_T = torch.from_numpy(np.concatenate([np.arange(each.begin, each.end) for each in chunks]))
+        tokens_T = torch.from_numpy(np.concatenate([chunk.prompt.tokens[chunk.begin : chunk.end] for chunk in chunks]))
+        positions_T = torch.from_numpy(np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in chunks]))
         # `non_blocking`, or torch waits until the device has done all earlier work.
         cos_T1D, sin_T1D = self._rope(positions_T.to(self.device, non_blocking=True))
         hidden = F.embedding(tokens_T.to(self.device, non_blocking=True), self._embedding)
-        bounds = np.cumsum([0] + [each.end - each.begin for each in chunks])
+        bounds = np.cumsum([0] + [chunk.end - chunk.begin for chunk in chunks])
         for index, layer in enumerate(self._layers):
             qk, value = self._project(layer, hidden, cos_T1D, sin_T1D)
             attended = self._attend_chunks(index, chunks, bounds, qk, value)
             self._finish_layer(layer, hidden, attended)
-        lasts = [int(bounds[i + 1]) - 1 for i, each in enumerate(chunks) if each.last]
+        lasts = [int(bounds[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.last]
         for i, chunk in enumerate(chunks):
             chunk.prompt.done = chunk.end
             if chunk.prompt.logprobs_wanted:
@@ -213,8 +213,8 @@ class Decoder(Runner):
             keys, values = _keys_values(chunk.prompt, index)
             begin, end = int(bounds[i]), int(bounds[i + 1])
             if donor is not None and chunk.begin == chunk.prompt.donated:
-                for own, donated in zip((keys, values), _keys_values(donor, index), strict=True):
-                    own[:, : chunk.begin] = donated[:, : chunk.begin]
+                for cached, donated in zip((keys, values), _keys_values(donor, index), strict=True):
+                    cached[:, : chunk.begin] = donated[:, : chunk.begin]
             keys[:, chunk.begin : chunk.end] = qk[begin:end, self.num_heads :].transpose(0, 1)
             values[:, chunk.begin : chunk.end] = value[begin:end].transpose(0, 1)
         attended = torch.empty(query.shape, dtype=query.dtype, device=self.device)
@@ -337,7 +337,7 @@ class Decoder(Runner):
         """
         num, heads, size = query_NHD.shape
         if self.device.type != "cpu":
-            keys, values = (each[index][:num, :, :width] for each in (self._rows.keys, self._rows.values))
+            keys, values = (cache[index][:num, :, :width] for cache in (self._rows.keys, self._rows.values))
             mask = None if bias_N1W is None else bias_N1W.unsqueeze(1)
             query = query_NHD.view(num, self.num_kv_heads, -1, size)
             return F.scaled_dot_product_attention(query, keys, values, mask, scale=self.scale).reshape(num, heads, size)
@@ -414,7 +414,7 @@ class Decoder(Runner):
     def refresh(self) -> None:
         """Rebuild the fused views of the model's parameters and the tensors derived from them."""
         inner = self._model.model
-        self._layers = [self._layer(each) for each in inner.layers]
+        self._layers = [self._layer(layer) for layer in inner.layers]
         self._embedding = inner.embed_tokens.weight.detach()
         self._final_norm = inner.norm.weight.detach()
         self._head = self._projection(self._model.lm_head)
@@ -485,10 +485,10 @@ def _keys_values(prompt: CachedPrompt, layer: int) -> tuple[Tensor, Tensor]:
 
 def _fused(*linears: Any) -> tuple[Tensor, Tensor | None]:
     """Weights and biases of sibling layers as one matrix: a view if they are adjacent in memory, otherwise a copy."""
-    weights = [each.weight.detach() for each in linears]
-    biases = [_bias(each) for each in linears]
+    weights = [linear.weight.detach() for linear in linears]
+    biases = [_bias(linear) for linear in linears]
     weight = adjacent(weights)
-    present = [each for each in biases if each is not None]
+    present = [bias for bias in biases if bias is not None]
     bias = (adjacent(present) if len(present) == len(linears) else None) if present else None
     if weight is None:
         weight = torch.cat(weights)

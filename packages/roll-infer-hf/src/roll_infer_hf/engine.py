@@ -108,15 +108,15 @@ class HFInferStrategy(InferStrategy):
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """Abort the requests between two steps, after the current step. Returns their partial outputs."""
-        chosen = [each for each in ids if each in self._waiting]
+        chosen = [request_id for request_id in ids if request_id in self._waiting]
         done: list[RunningRequest] = await self._call(functools.partial(self._ready_core.abort, chosen))
         self._resolve(done)
-        return [each.completion() for each in done if each.error is None]
+        return [request.completion() for request in done if request.error is None]
 
     async def progress(self) -> list[Completion]:
         """Partial outputs of the unfinished requests, taken between two steps."""
-        found: list[Completion] = await self._call(self._ready_core.progress)
-        return found
+        completions: list[Completion] = await self._call(self._ready_core.progress)
+        return completions
 
     async def update_weights(
         self, version: int, manifest: WeightManifest, tensors: Iterable[tuple[str, Tensor]], *, shared: bool = False

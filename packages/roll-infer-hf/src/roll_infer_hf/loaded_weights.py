@@ -169,22 +169,22 @@ class LoadedWeights(Replaceable):
         Siblings are either all shared or all copied (`_adjacent`).
         """
         loaded = self._loaded[name]
-        siblings = [self._loaded[each] for each in self._siblings(name)]
-        together = all(id(each) in self._live and each.dtype == loaded.dtype for each in siblings)
+        siblings = [self._loaded[sibling] for sibling in self._siblings(name)]
+        together = all(id(tensor) in self._live and tensor.dtype == loaded.dtype for tensor in siblings)
         group = siblings if siblings and together else [loaded]
-        buffer = torch.empty(sum(each.numel() for each in group), dtype=loaded.dtype, device=loaded.device)
+        buffer = torch.empty(sum(tensor.numel() for tensor in group), dtype=loaded.dtype, device=loaded.device)
         start = 0
-        for each in group:
-            each.data = buffer[start : start + each.numel()].view(each.shape)
-            start += each.numel()
-            self._live.discard(id(each))
+        for tensor in group:
+            tensor.data = buffer[start : start + tensor.numel()].view(tensor.shape)
+            start += tensor.numel()
+            self._live.discard(id(tensor))
 
     def _adjacent(self, borrowed: Mapping[str, Tensor]) -> list[str]:
         """Names in `borrowed` that have no siblings, or whose siblings are all borrowed and adjacent in memory."""
 
         def usable(name: str) -> bool:
             group = self._siblings(name)
-            tensors = [borrowed[each] for each in group if each in borrowed]
+            tensors = [borrowed[member] for member in group if member in borrowed]
             return len(group) <= 1 or (len(tensors) == len(group) and adjacent(tensors) is not None)
 
         return [name for name in borrowed if usable(name)]
@@ -195,7 +195,7 @@ class LoadedWeights(Replaceable):
         for group in SIBLINGS:
             if len(parts) > 2 and parts[-2] in group:
                 names = [".".join([*parts[:-2], sibling, parts[-1]]) for sibling in group]
-                return [each for each in names if each in self._loaded]
+                return [sibling for sibling in names if sibling in self._loaded]
         return []
 
 

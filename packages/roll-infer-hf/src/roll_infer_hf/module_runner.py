@@ -64,7 +64,7 @@ class ModuleRunner(Runner):
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.vocab_size = int(config.vocab_size)
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
-        self._token_bytes = sum(_token_bytes(each, model.dtype.itemsize) for each in layer_configs(model.config))
+        self._token_bytes = sum(_token_bytes(layer, model.dtype.itemsize) for layer in layer_configs(model.config))
         parameters = inspect.signature(self._model.forward).parameters
         self._picks_rows = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
@@ -94,8 +94,8 @@ class ModuleRunner(Runner):
         for length, members in by_length.items():
             tokens = torch.from_numpy(np.stack([chunks[i].prompt.tokens for i in members])).to(self.device)
             cohort = Cohort(self._new_cache(), len(members))
-            wanted = any(chunks[i].prompt.logprobs_wanted for i in members)
-            found = self._forward(cohort, tokens, every=wanted)
+            with_logprobs = any(chunks[i].prompt.logprobs_wanted for i in members)
+            outputs = self._forward(cohort, tokens, every=with_logprobs)
             experts = None if self._recorder is None else self._recorder.take()
             for row, i in enumerate(members):
                 prompt = chunks[i].prompt
@@ -103,10 +103,10 @@ class ModuleRunner(Runner):
                 if experts is not None:
                     prompt.routed_experts = experts[row * length : (row + 1) * length]
                 self._prompts[prompt] = (cohort, row)
-                logits[i] = found[row, -1]
+                logits[i] = outputs[row, -1]
                 if prompt.logprobs_wanted:
-                    prompt.store(1, torch.log_softmax(found[row, :-1].float(), dim=-1))
-        return torch.stack([each for each in logits if each is not None]).float()
+                    prompt.store(1, torch.log_softmax(outputs[row, :-1].float(), dim=-1))
+        return torch.stack([row for row in logits if row is not None]).float()
 
     @torch.inference_mode()
     def join(self, prompts: Sequence[CachedPrompt]) -> None:
@@ -117,7 +117,7 @@ class ModuleRunner(Runner):
             end = start
             while end < len(prompts) and self._prompts[prompts[end]][0] is source:
                 end += 1
-            rows = torch.tensor([self._prompts[each][1] for each in prompts[start:end]], device=self.device)
+            rows = torch.tensor([self._prompts[prompt][1] for prompt in prompts[start:end]], device=self.device)
             cache = copy.deepcopy(source.cache)
             cache.reorder_cache(rows)
             self._cohorts.append(Cohort(cache, end - start, source.length))
@@ -145,13 +145,13 @@ class ModuleRunner(Runner):
         """Remove rows; the remaining rows keep their order."""
         start, left = 0, []
         for cohort in self._cohorts:
-            kept = np.flatnonzero(kept_N[start : start + cohort.num])
+            rows = np.flatnonzero(kept_N[start : start + cohort.num])
             start += cohort.num
-            if len(kept) == 0:
+            if len(rows) == 0:
                 continue
-            if len(kept) < cohort.num:
-                cohort.cache.reorder_cache(torch.from_numpy(kept).to(self.device))
-                cohort.num = len(kept)
+            if len(rows) < cohort.num:
+                cohort.cache.reorder_cache(torch.from_numpy(rows).to(self.device))
+                cohort.num = len(rows)
             left.append(cohort)
         self._cohorts = left
         return np.flatnonzero(kept_N)

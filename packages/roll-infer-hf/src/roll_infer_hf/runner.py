@@ -55,13 +55,13 @@ class CachedPrompt:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def store(self, at: int, logp_NV: Tensor) -> None:
-        """Store the logprobs of the N tokens from `at`, given logprobs of all ids there."""
+    def store(self, start: int, logp_NV: Tensor) -> None:
+        """Store the logprobs of the N tokens from `start`, given logprobs of all ids there."""
         if self.logprobs is None:
             self.logprobs = np.zeros(len(self), dtype=np.float32)
             shape = (len(self), self.topk_wanted)
             self.topk = TopTokens(ids=np.zeros(shape, dtype=np.int64), logprobs=np.zeros(shape, dtype=np.float32))
-        span = slice(at, at + len(logp_NV))
+        span = slice(start, start + len(logp_NV))
         targets_N1 = torch.from_numpy(self.tokens[span, None]).to(logp_NV.device)
         self.logprobs[span] = logp_NV.gather(1, targets_N1)[:, 0].cpu().numpy()
         if self.topk is not None and self.topk_wanted:

@@ -240,8 +240,8 @@ def _sample_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, m
     """Sample after top-k (0 keeps all), then top-p of the remaining mass, then min-p; in descending probability."""
     vocabulary = probs_SV.shape[1]
     num = top_k or min(FIRST_CANDIDATES, vocabulary)
-    found = probs_SV.topk(num, dim=-1)
-    values_SK, indices_SK = found.values.double(), found.indices
+    largest = probs_SV.topk(num, dim=-1)
+    values_SK, indices_SK = largest.values.double(), largest.indices
     total_S = values_SK.sum(-1) if top_k else torch.ones_like(top_p_S)
     tokens_S = _sample_candidates(values_SK, indices_SK, u_S, top_p_S * total_S, min_p_S)
     if not top_k and num < vocabulary:
@@ -254,8 +254,8 @@ def _sample_sorted(probs_SV: Tensor, u_S: Tensor, top_k: int, top_p_S: Tensor, m
 
 def _sample_candidates(values_SK: Tensor, indices_SK: Tensor, u_S: Tensor, mass_S: Tensor, min_p_S: Tensor) -> Tensor:
     before = running_sums(values_SK) - values_SK
-    kept = (before < mass_S.unsqueeze(1)) & (values_SK >= min_p_S.unsqueeze(1) * values_SK[:, :1])
-    cumulative = running_sums(torch.where(kept, values_SK, 0.0))
+    eligible = (before < mass_S.unsqueeze(1)) & (values_SK >= min_p_S.unsqueeze(1) * values_SK[:, :1])
+    cumulative = running_sums(torch.where(eligible, values_SK, 0.0))
     target = u_S.unsqueeze(1) * cumulative[:, -1:]
     place = torch.searchsorted(cumulative, target, right=True).clamp_(max=values_SK.shape[1] - 1)
     return indices_SK.gather(1, place).squeeze(1)

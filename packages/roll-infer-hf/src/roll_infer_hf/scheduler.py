@@ -44,14 +44,14 @@ class Scheduler:
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Insert sequences into the waiting queue, behind sequences of equal order."""
-        for each in sequences:
-            bisect.insort(self.waiting, each, key=lambda sequence: sequence.request.order)
+        for sequence in sequences:
+            bisect.insort(self.waiting, sequence, key=lambda sequence: sequence.request.order)
 
     def remove(self, unwanted: Callable[[Sequence], bool]) -> None:
         """Remove `unwanted` sequences that have not joined yet, and prompts that no other sequence needs."""
-        self.waiting = [each for each in self.waiting if not unwanted(each)]
+        self.waiting = [sequence for sequence in self.waiting if not unwanted(sequence)]
         for key, (prompt, sequences) in list(self.entering.items()):
-            left = [each for each in sequences if not unwanted(each)]
+            left = [sequence for sequence in sequences if not unwanted(sequence)]
             if left:
                 self.entering[key] = (prompt, left)
             else:
@@ -69,15 +69,15 @@ class Scheduler:
         `tokens_of` returns the tokens to prefill for a sequence: the prompt, and tokens generated before a recall.
         """
         num = num_running + sum(len(sequences) for _, sequences in self.entering.values())
-        longest = max([longest, *(_longest(each) for _, group in self.entering.values() for each in group)])
+        longest = max([longest, *(_longest(sequence) for _, group in self.entering.values() for sequence in group)])
         room = self._token_budget - sum(len(prompt) - prompt.done for prompt, _ in self.entering.values())
         entered = 0
         new: dict[bytes, CachedPrompt] = {}
-        for each in self.waiting:
-            wanted = max(longest, _longest(each))
-            if not self._runner.fits(num + 1, wanted):
+        for sequence in self.waiting:
+            length = max(longest, _longest(sequence))
+            if not self._runner.fits(num + 1, length):
                 break
-            tokens = tokens_of(each)
+            tokens = tokens_of(sequence)
             key = tokens.tobytes()
             if key not in self.entering and key not in new:
                 # Prompts beyond the token budget would occupy memory before they are computed. A prompt longer than the
@@ -87,13 +87,13 @@ class Scheduler:
                 new[key] = CachedPrompt(tokens)
                 room -= len(tokens)
             prompt, group = self.entering.get(key) or (new[key], [])
-            if each.request.request.prompt_logprobs and each.request.prompt_logprobs is None:
+            if sequence.request.request.prompt_logprobs and sequence.request.prompt_logprobs is None:
                 if prompt.done:
                     break
                 prompt.logprobs_wanted, prompt.donor, prompt.donated = True, None, 0
-                prompt.topk_wanted = max(prompt.topk_wanted, each.request.request.prompt_topk)
-            self.entering[key] = (prompt, [*group, each])
-            num, longest, entered = num + 1, wanted, entered + 1
+                prompt.topk_wanted = max(prompt.topk_wanted, sequence.request.request.prompt_topk)
+            self.entering[key] = (prompt, [*group, sequence])
+            num, longest, entered = num + 1, length, entered + 1
         del self.waiting[:entered]
         if entered:
             self._runner.reserve(num, longest)
@@ -103,7 +103,7 @@ class Scheduler:
         """Prompt chunks to prefill before the next decoding step, within the token budget; donors come first."""
         room = self._token_budget
         chosen: list[PromptChunk] = []
-        for prompt, _ in sorted(self.entering.values(), key=lambda each: _by_donor(each[0])):
+        for prompt, _ in sorted(self.entering.values(), key=lambda entry: _by_donor(entry[0])):
             begin = prompt.done or prompt.donated
             end = min(len(prompt), begin + room) if self._runner.can_split else len(prompt)
             if end <= begin:
@@ -143,7 +143,7 @@ class Scheduler:
         if not self._runner.can_split or self._min_shared == 0:
             return
         before: CachedPrompt | None = None
-        for prompt in sorted(new, key=lambda each: each.tokens.tolist()):
+        for prompt in sorted(new, key=lambda prompt: prompt.tokens.tolist()):
             if before is not None and not prompt.logprobs_wanted:
                 shared = min(_common(before.tokens, prompt.tokens), len(prompt) - 1)
                 if shared >= self._min_shared:

@@ -97,7 +97,7 @@ class RunningRequest:
     @property
     def done(self) -> bool:
         """True if the request failed or all its sequences have outputs."""
-        return self.error is not None or all(each.output is not None for each in self.sequences)
+        return self.error is not None or all(sequence.output is not None for sequence in self.sequences)
 
     def take_logprobs(self, prompt: CachedPrompt) -> None:
         """Keep the requested logprobs of its prompt, which other requests may share."""
@@ -107,7 +107,7 @@ class RunningRequest:
 
     def completion(self) -> Completion:
         """Completion of the request. Call only if every sequence has its output."""
-        outputs = tuple(each.output for each in self.sequences if each.output is not None)
+        outputs = tuple(sequence.output for sequence in self.sequences if sequence.output is not None)
         return Completion(
             id=self.request.id,
             outputs=outputs,
@@ -128,7 +128,7 @@ class StopStrings:
         self._window = max(len(string.encode()) for string in strings) + 8
         self._may_complete: dict[int, bool] = {}
 
-    def found(self, tokens: Items[int]) -> str | None:
+    def match(self, tokens: Items[int]) -> str | None:
         """Stop string that the last of `tokens` completes; None if there is none.
 
         `tokens` is the whole response so far. If it completes several, returns the earliest in the text.
@@ -147,9 +147,9 @@ class StopStrings:
         before = _num_common(text, self._decode(window[:-1]))
         hits = []
         for order, string in enumerate(self.strings):
-            at = text.find(string, max(0, before - len(string) + 1))
-            if at >= 0:
-                hits.append((at, order, string))
+            offset = text.find(string, max(0, before - len(string) + 1))
+            if offset >= 0:
+                hits.append((offset, order, string))
         return min(hits)[2] if hits else None
 
     def _can_complete(self, token: int) -> bool:
@@ -170,4 +170,4 @@ class StopStrings:
 def _num_common(first: str, second: str) -> int:
     """Number of leading characters that two texts have in common."""
     pairs = zip(first, second, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -25,29 +25,29 @@ def engine_environment(
 
     `num_threads` is the number of CPU threads for all slots together (0: not set). `rank` is the rank of the worker.
     """
-    wanted = {
+    defaults = {
         # SGLang reserves some tokens of its context length, so we pass a longer one than the model's. We enforce the
         # model's limit ourselves.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if device == "cpu":
-        wanted["SGLANG_USE_CPU_ENGINE"] = "1"  # otherwise SGLang looks for an accelerator
-        wanted[FORCED_BACKEND] = "pytorch"  # SGLang ignores `sampling_backend` on a CPU
-        wanted[ON_CPU] = "1"
+        defaults["SGLANG_USE_CPU_ENGINE"] = "1"  # otherwise SGLang looks for an accelerator
+        defaults[FORCED_BACKEND] = "pytorch"  # SGLang ignores `sampling_backend` on a CPU
+        defaults[ON_CPU] = "1"
         if num_slots > num_numa_nodes():
             # SGLang assigns a NUMA node to each process, and does not start if there are too few.
-            wanted[CORES] = cores_of_slots(usable_cores(), num_slots, num_threads, rank)
-    found = {name: value for name, value in wanted.items() if name not in present}
+            defaults[CORES] = cores_of_slots(usable_cores(), num_slots, num_threads, rank)
+    variables = {name: value for name, value in defaults.items() if name not in present}
     if device == "cpu" and num_threads:
         # Overrides the worker's own value, which counts the threads of all its slots.
-        found["OMP_NUM_THREADS"] = str(max(1, num_threads // num_slots))
+        variables["OMP_NUM_THREADS"] = str(max(1, num_threads // num_slots))
     for name in ALLOCATORS if device.startswith("cuda") else ():
         options = present.get(name, "").split(",")
-        kept = [each for each in options if each.replace(" ", "").lower() != "expandable_segments:true"]
-        if kept != options:
+        usable = [option for option in options if option.replace(" ", "").lower() != "expandable_segments:true"]
+        if usable != options:
             # SGLang's memory pools are incompatible with expandable segments.
-            found[name] = ",".join(kept)
-    return found
+            variables[name] = ",".join(usable)
+    return variables
 
 
 def cores_of_slots(cores: Sequence[int], num_slots: int, num_threads: int, rank: int) -> str:
@@ -56,10 +56,10 @@ def cores_of_slots(cores: Sequence[int], num_slots: int, num_threads: int, rank:
     Workers get consecutive cores by `rank`, starting again at the first core if there are too few. `num_threads` is the
     number of threads for all slots; 0 means one per core.
     """
-    each = max(1, (num_threads or len(cores)) // num_slots)
+    cores_per_slot = max(1, (num_threads or len(cores)) // num_slots)
     first = rank * num_slots
-    slots = (range((first + slot) * each, (first + slot + 1) * each) for slot in range(num_slots))
-    return "|".join(",".join(str(cores[at % len(cores)]) for at in places) for places in slots)
+    slots = (range((first + slot) * cores_per_slot, (first + slot + 1) * cores_per_slot) for slot in range(num_slots))
+    return "|".join(",".join(str(cores[place % len(cores)]) for place in places) for places in slots)
 
 
 def num_numa_nodes(system: Path = SYSTEM) -> int:
@@ -70,7 +70,7 @@ def num_numa_nodes(system: Path = SYSTEM) -> int:
 def usable_cores(system: Path = SYSTEM) -> list[int]:
     """CPU cores that this process may use, each as the number of its first usable hardware thread."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return [each for each in allowed if each == min(_siblings(each, system) & set(allowed))]
+    return [core for core in allowed if core == min(_siblings(core, system) & set(allowed))]
 
 
 def _siblings(cpu: int, system: Path) -> set[int]:
@@ -78,5 +78,5 @@ def _siblings(cpu: int, system: Path) -> set[int]:
     file = system / f"cpu/cpu{cpu}/topology/thread_siblings_list"
     if not file.exists():
         return {cpu}
-    spans = [each.split("-") for each in file.read_text(encoding="ascii").strip().split(",")]
+    spans = [span.split("-") for span in file.read_text(encoding="ascii").strip().split(",")]
     return {cpu}.union(*(range(int(span[0]), int(span[-1]) + 1) for span in spans))

@@ -46,7 +46,7 @@ class SglangMetrics(EngineMetrics):
             if not busy():
                 continue
             try:
-                found = await server.request("/v1/loads?include=core")
+                reply = await server.request("/v1/loads?include=core")
             except ServerError:  # the requests raise it too
                 return
-            self.sample({name: sum(each[theirs] for each in found["loads"]) for name, theirs in LOAD.items()})
+            self.sample({name: sum(load[theirs] for load in reply["loads"]) for name, theirs in LOAD.items()})

@@ -57,7 +57,7 @@ def load_into_buffers(result: Any, manager: Any, adapter: Any) -> Any:
     return result
 
 
-def name_adapter(result: Any, serving: Any, model: str, given: Any) -> Any:
+def name_adapter(result: Any, serving: Any, model: str, requested: Any) -> Any:
     """Adapter for a request for `model`, unless the request names an adapter or the base model."""
     name = os.environ[ADAPTER]
     return name if result is None and model != base_name(name) else result
@@ -74,8 +74,8 @@ def release_cache(result: Any, manager: Any, request: Any) -> None:
 
     pool = manager.scheduler.token_to_kv_pool_allocator.get_kvcache()
     for name in ("k_buffer", "v_buffer", "kv_buffer"):
-        for each in getattr(pool, name, None) or ():
-            release_pages(each)
+        for cache in getattr(pool, name, None) or ():
+            release_pages(cache)
 
 
 def fork_processes(result: Any, arguments: Any) -> None:
@@ -101,6 +101,6 @@ def reject_foreign_code(manager: Any, request: Any, *arguments: Any, **named: An
     """Raise `ValueError` for logit processors other than our own; SGLang returns it as a client error."""
     from roll_infer_sglang.sampler import ParamsProcessor
 
-    given = getattr(request, "custom_logit_processor", None)
-    if given is not None and given != ParamsProcessor.to_str():
+    processor = getattr(request, "custom_logit_processor", None)
+    if processor is not None and processor != ParamsProcessor.to_str():
         raise ValueError("custom_logit_processor is code, which this server does not accept")

@@ -76,14 +76,14 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
         layout = RoutingLayout.of(files.text_config) if model.router_replay else None
         try:
             await server.start(arguments, variables)
-            found = await server.request("/server_info")
+            info = await server.request("/server_info")
         except ServerError as error:
             await server.stop()
             raise ModelError(f"{who}: SGLang cannot start with this model and strategy_config: {error}") from error
         except BaseException:
             await server.stop()
             raise
-    limit = min(arguments["context_length"] - SPARE_TOKENS, int(found["max_req_input_len"]))
+    limit = min(arguments["context_length"] - SPARE_TOKENS, int(info["max_req_input_len"]))
     return LaunchedSglang(server=server, files=files, limit=limit, layout=layout)
 
 
@@ -148,7 +148,7 @@ def server_arguments(
 
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:
     """Server arguments with the paths of model and tokenizer."""
-    found: dict[str, Any] = {"model_path": files.model}
+    file_arguments: dict[str, Any] = {"model_path": files.model}
     if files.overrides:
-        found["json_model_override_args"] = json.dumps(files.overrides)
-    return found | ({"tokenizer_path": files.tokenizer} if files.tokenizer else {"skip_tokenizer_init": True})
+        file_arguments["json_model_override_args"] = json.dumps(files.overrides)
+    return file_arguments | ({"tokenizer_path": files.tokenizer} if files.tokenizer else {"skip_tokenizer_init": True})

@@ -73,8 +73,8 @@ class SglangTensor(LoadedTensor):
     @property
     def local(self) -> Tensor:
         """This process's shard of the tensor."""
-        found: Tensor = getattr(self.module, self.parameter).detach()
-        return found if self.index is None else torch.split(found, list(self.sizes), dim=0)[self.index]
+        tensor: Tensor = getattr(self.module, self.parameter).detach()
+        return tensor if self.index is None else torch.split(tensor, list(self.sizes), dim=0)[self.index]
 
     @property
     @override
@@ -111,8 +111,8 @@ class SglangTensor(LoadedTensor):
             return local
         if isinstance(module, RowParallelLinear):
             return local if self.parameter == "bias" else _gathered(local, 1, size)
-        whole = _gathered(local, 0, size)
-        return torch.cat(torch.split(whole, len(local))[:: self._replicas]) if self._replicas > 1 else whole
+        gathered = _gathered(local, 0, size)
+        return torch.cat(torch.split(gathered, len(local))[:: self._replicas]) if self._replicas > 1 else gathered
 
 
 class SglangModel(LoadedModel):
@@ -159,35 +159,39 @@ class SglangModel(LoadedModel):
                 yield name, self._unfused(parent, module, parameter)
 
     @override
-    def read(self, name: str, at: SglangTensor | FusedTensor) -> Tensor:
-        if isinstance(at, FusedTensor):
-            return torch.cat([self.read(name, member) for member in at.members])
+    def read(self, name: str, loaded: SglangTensor | FusedTensor) -> Tensor:
+        if isinstance(loaded, FusedTensor):
+            return torch.cat([self.read(name, member) for member in loaded.members])
         attention: Any = self._find(name.removesuffix(KV_B)) if name.endswith(KV_B) else None
         if getattr(attention, "w_kc", None) is None:
-            return at.whole()
+            return loaded.whole()
         # [heads, nope, latent] and [heads, latent, values]: the rows of kv_b_proj are those of each head in turn.
         derived = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], dim=1).flatten(0, 1)
-        return at.whole(derived if not torch.equal(derived, at.local) else None)
+        return loaded.whole(derived if not torch.equal(derived, loaded.local) else None)
 
     @override
-    def expert_shards(self, at: ExpertsTensor, expert: int) -> list[Tensor]:
-        group, local = divmod(expert, at.module.num_local_experts)
-        matrix = getattr(at.module, at.parameter).detach()[local]
-        size = at.module.moe_tp_size
-        ranks = _gathered(matrix[None].contiguous(), 0, at.module.moe_ep_size * size)
+    def expert_shards(self, loaded: ExpertsTensor, expert: int) -> list[Tensor]:
+        group, local = divmod(expert, loaded.module.num_local_experts)
+        matrix = getattr(loaded.module, loaded.parameter).detach()[local]
+        size = loaded.module.moe_tp_size
+        ranks = _gathered(matrix[None].contiguous(), 0, loaded.module.moe_ep_size * size)
         shards = ranks[group * size : (group + 1) * size]
         # SGLang adds the bias of w2 on the first rank of a group, and has zeros on the others.
-        return [shards.sum(0)] if at.parameter == "w2_weight_bias" else list(shards)
+        return [shards.sum(0)] if loaded.parameter == "w2_weight_bias" else list(shards)
 
     @override
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         others = []
         for name, tensor in tensors:
-            at = self.locate(name)
-            if isinstance(at, ExpertsTensor):
-                _load_experts(at, tensor)
-            elif isinstance(at, SglangTensor) and isinstance(at.module, ReplicatedLinear) and at.index is not None:
-                at.local.copy_(tensor)  # SGLang's loader needs all fused tensors in one call
+            target = self.locate(name)
+            if isinstance(target, ExpertsTensor):
+                _load_experts(target, tensor)
+            elif (
+                isinstance(target, SglangTensor)
+                and isinstance(target.module, ReplicatedLinear)
+                and target.index is not None
+            ):
+                target.local.copy_(tensor)  # SGLang's loader needs all fused tensors in one call
             else:
                 others.append((self._renamed(name), tensor))
         self._model.load_weights(others)
@@ -235,16 +239,16 @@ class SglangModel(LoadedModel):
             raise KeyError(name)
         module, members = self._adapter_module(layer)
         pools = ([getattr(module, name, None) for name in names] for names in POOLS)
-        of_a, of_b = next((found for found in pools if all(each is not None for each in found)), (None, None))
+        of_a, of_b = next((factors for factors in pools if all(factor is not None for factor in factors)), (None, None))
         if of_a is None or of_b is None:
             raise KeyError(name)
         index, slot = members.index(layer.rpartition(".")[2]), getattr(self._model, ADAPTER_SLOT, 0)
-        found: Tensor
+        buffer: Tensor
         if side.startswith("A"):
-            found = of_a[slot].chunk(len(members))[index]
+            buffer = of_a[slot].chunk(len(members))[index]
         else:
-            found = torch.split(of_b[slot], _local_sizes(module.base_layer))[index] if len(members) > 1 else of_b[slot]
-        return found
+            buffer = torch.split(of_b[slot], _local_sizes(module.base_layer))[index] if len(members) > 1 else of_b[slot]
+        return buffer
 
     @override
     def required(self, names: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
@@ -252,13 +256,13 @@ class SglangModel(LoadedModel):
 
         SGLang requires adapters for all parts of a fused module or for none.
         """
-        given = set(names)
-        for layer in sorted({name.rpartition(".lora_")[0] for name in given}):
+        given_names = set(names)
+        for layer in sorted({name.rpartition(".lora_")[0] for name in given_names}):
             parent = layer.rpartition(".")[0]
             for member in self._adapter_module(layer)[1]:
                 for side in SIDES:
                     name = f"{parent}.{member}.{side}"
-                    if name not in given:
+                    if name not in given_names:
                         yield name, list(self.adapter_buffer(name).shape)
 
     def _adapter_module(self, layer: str) -> tuple[Any, Sequence[str]]:
@@ -303,23 +307,23 @@ def _computes_as_loaded(module: FusedMoE) -> bool:
     )
 
 
-def _load_experts(at: ExpertsTensor, tensor: Tensor) -> None:
+def _load_experts(target: ExpertsTensor, tensor: Tensor) -> None:
     """Load this process's part of an expert tensor with SGLang's loaders."""
-    module, parameter = at.module, getattr(at.module, at.parameter)
-    if not at.layout.interleaved:
-        for expert, part, matrix in at.layout.split(at.name, tensor):
+    module, parameter = target.module, getattr(target.module, target.parameter)
+    if not target.layout.interleaved:
+        for expert, part, matrix in target.layout.split(target.name, tensor):
             shard = "w2" if part is None else ("w1", "w3")[part]
-            module.weight_loader(parameter, matrix, at.parameter, shard_id=shard, expert_id=expert)
+            module.weight_loader(parameter, matrix, target.parameter, shard_id=shard, expert_id=expert)
         return
     # SGLang's loader for interleaved matrices loads all local experts at once.
     first = module.moe_ep_rank * module.num_local_experts
     local = tensor[first : first + module.num_local_experts]
-    if at.parameter == "w2_weight_bias" and module.moe_tp_rank:
+    if target.parameter == "w2_weight_bias" and module.moe_tp_rank:
         local = torch.zeros_like(local)
     local = local.mT if local.ndim > 2 else local
-    module.weight_loader_fused(parameter, local, at.parameter, shard_id=at.name.matrix)
+    module.weight_loader_fused(parameter, local, target.parameter, shard_id=target.name.matrix)
 
 
 def _gathered(local: Tensor, dim: int, size: int) -> Tensor:
-    whole: Tensor = tensor_model_parallel_all_gather(local, dim) if size > 1 else local
-    return whole
+    full: Tensor = tensor_model_parallel_all_gather(local, dim) if size > 1 else local
+    return full

@@ -86,17 +86,17 @@ class SglangOutput:
         stop string has. It does not search at a token that is sampled while the request is interrupted.
         """
         params = self.request.params
-        found: list[End] = []
+        candidates: list[End] = []
         if not params.ignore_eos:
             ends = {*end_ids, *params.stop_token_ids}
-            at = next((at for at, token in enumerate(self.tokens) if token in ends), None)
-            if at is not None:
-                found.append((at + 1, "stop", self.tokens[at]))
+            index = next((index for index, token in enumerate(self.tokens) if token in ends), None)
+            if index is not None:
+                candidates.append((index + 1, "stop", self.tokens[index]))
             if params.stop and decode is not None:
-                found += _stop_strings(self.tokens, params.stop, decode)
+                candidates += _stop_strings(self.tokens, params.stop, decode)
         if len(self.tokens) >= params.max_new_tokens:
-            found.append((params.max_new_tokens, "length", None))
-        return min(found, key=lambda each: each[0], default=None)
+            candidates.append((params.max_new_tokens, "length", None))
+        return min(candidates, key=lambda end: end[0], default=None)
 
     def completion(self, end: End | None = None) -> CompletionOutput:
         """Completion output up to `end`; with all tokens and finish reason `abort` without it."""

@@ -110,15 +110,15 @@ class SglangProcesses(EngineProcesses):
         shutil.rmtree(self._results, ignore_errors=True)
 
     def _read(self) -> list[Any]:
-        found = []
+        results = []
         for rank in range(self._num_ranks):
             file = self._results / str(rank)
             result = json.loads(file.read_text(encoding="utf-8"))
             file.unlink()
             if "error" in result:
                 raise WeightSyncError(f"{self.who}: SGLang's process of rank {rank} failed: {result['error']}")
-            found.append(result["done"])
-        return found
+            results.append(result["done"])
+        return results
 
 
 def act(model: nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> None:

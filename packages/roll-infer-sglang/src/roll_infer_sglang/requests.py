@@ -107,13 +107,17 @@ class Requests:
 
     async def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
         """Abort requests (all without `ids`) and return their partial outputs, see `InferStrategy.abort`."""
-        chosen = [self._running[each] for each in (self._running if ids is None else ids) if each in self._running]
-        outputs = [output for each in chosen for output in each.outputs]
+        chosen = [
+            self._running[request_id]
+            for request_id in (self._running if ids is None else ids)
+            if request_id in self._running
+        ]
+        outputs = [output for running in chosen for output in running.outputs]
         for output in outputs:
             output.aborted = True
             output.may_submit.set()  # outputs that wait for submission end with their tokens so far
         await asyncio.gather(*[self._abort(output) for output in outputs if output.name])
-        tasks = [each.task for each in chosen if each.task is not None]
+        tasks = [running.task for running in chosen if running.task is not None]
         if tasks:
             await asyncio.wait(tasks)
         return [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
@@ -122,7 +126,8 @@ class Requests:
         """Partial outputs of all running requests, see `InferStrategy.progress`."""
         return [
             Completion(
-                id=id, outputs=tuple(each.final or each.completion(self._end_of(each)) for each in running.outputs)
+                id=id,
+                outputs=tuple(output.final or output.completion(self._end_of(output)) for output in running.outputs),
             )
             for id, running in self._running.items()
         ]
@@ -222,7 +227,7 @@ class Requests:
 
     @property
     def _outputs(self) -> list[SglangOutput]:
-        return [output for each in self._running.values() for output in each.outputs]
+        return [output for running in self._running.values() for output in running.outputs]
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -247,7 +252,9 @@ class Requests:
 
     async def _stream(self, outputs: list[SglangOutput]) -> None:
         """Stream one call of /generate: append tokens to each output and resolve its `response`, also with errors."""
-        responses = [each.response for each in outputs]  # an interrupted output may be submitted again before this ends
+        responses = [
+            output.response for output in outputs
+        ]  # an interrupted output may be submitted again before this ends
         error: Exception | None = None
         try:
             async for message in self._server.stream("/generate", self._body(outputs)):
@@ -260,8 +267,8 @@ class Requests:
                 if message["meta_info"]["finish_reason"] is not None:
                     response.set_result(message)
             error = RollError(f"{self._who}: SGLang ended a request without a finish reason")
-        except Exception as found:  # set on every open response
-            error = found
+        except Exception as raised:  # set on every open response
+            error = raised
         finally:
             for response in responses:
                 if response.done():
@@ -272,19 +279,21 @@ class Requests:
                     response.set_exception(error)
 
     def _body(self, outputs: list[SglangOutput]) -> dict[str, Any]:
-        params = [self._params(each) for each in outputs]
-        wants_prompt = [each.request.prompt_logprobs and each.index == 0 and not each.tokens for each in outputs]
+        params = [self._params(output) for output in outputs]
+        wants_prompt = [
+            output.request.prompt_logprobs and output.index == 0 and not output.tokens for output in outputs
+        ]
         processor = self._server.logit_processor
         return {
-            "input_ids": [each.prompt for each in outputs],
+            "input_ids": [output.prompt for output in outputs],
             "sampling_params": params,
-            "rid": [each.name for each in outputs],
+            "rid": [output.name for output in outputs],
             "return_logprob": True,
             "logprob_start_len": [0 if wants else -1 for wants in wants_prompt],
             "top_logprobs_num": [
-                each.request.prompt_topk if wants else 0 for each, wants in zip(outputs, wants_prompt, strict=True)
+                output.request.prompt_topk if wants else 0 for output, wants in zip(outputs, wants_prompt, strict=True)
             ],
-            "custom_logit_processor": [processor if "custom_params" in each else None for each in params],
+            "custom_logit_processor": [processor if "custom_params" in param else None for param in params],
             "stream": True,
             "return_routed_experts": outputs[0].request.routed_experts,
             "priority": outputs[0].request.priority if self._priorities else None,
@@ -292,10 +301,10 @@ class Requests:
         }
 
     def _params(self, output: SglangOutput) -> dict[str, Any]:
-        found = sampling_params(output.request, output.index, len(output.tokens), self._files.end_ids)
-        if self._stop_strings is not None and "stop" in found:
-            found["stop"] = [stop for stop in found["stop"] if self._stop_strings.encodable(stop)]
-        return found
+        params = sampling_params(output.request, output.index, len(output.tokens), self._files.end_ids)
+        if self._stop_strings is not None and "stop" in params:
+            params["stop"] = [stop for stop in params["stop"] if self._stop_strings.encodable(stop)]
+        return params
 
     def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task that `close` cancels."""

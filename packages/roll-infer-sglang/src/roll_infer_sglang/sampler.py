@@ -79,7 +79,7 @@ class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to my
 
         None if no request has `min_new_tokens`.
         """
-        rows = [row for row, each in enumerate(params) if MIN_NEW in each]
+        rows = [row for row, request in enumerate(params) if MIN_NEW in request]
         if not rows:
             return None
         masked = logits_BV.clone()
@@ -107,12 +107,12 @@ class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to my
 
 
 def _params(sampling_info: Any, num: int) -> list[dict[str, Any]]:
-    given = sampling_info.custom_params if sampling_info.has_custom_logit_processor else None
-    return [each or {} for each in given or [None] * num]
+    customs = sampling_info.custom_params if sampling_info.has_custom_logit_processor else None
+    return [custom or {} for custom in customs or [None] * num]
 
 
 def _seeds(params: list[dict[str, Any]], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    rows = [row for row, each in enumerate(params) if SEED in each]
+    rows = [row for row, request in enumerate(params) if SEED in request]
     if not rows:
         return None
     return torch.tensor(rows, device=device), torch.tensor([params[row][SEED] for row in rows], device=device)

@@ -58,7 +58,7 @@ def sampling_params(request: GenerateRequest, index: int, num_generated: int, en
         ours[SEED] = output_seed(params.seed, index)
     if params.min_new_tokens > num_generated and ends:
         ours |= {MIN_NEW: len(request.prompt_ids) + min(params.min_new_tokens, params.max_new_tokens), ENDS: ends}
-    found: dict[str, Any] = {
+    body: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
@@ -71,10 +71,10 @@ def sampling_params(request: GenerateRequest, index: int, num_generated: int, en
         "stream_interval": PROGRESS_TOKENS,
     }
     if params.stop and not params.ignore_eos:
-        found["stop"] = list(params.stop)
+        body["stop"] = list(params.stop)
     if ours:
-        found["custom_params"] = ours
-    return found
+        body["custom_params"] = ours
+    return body
 
 
 def output_seed(seed: int, index: int) -> int:
@@ -85,15 +85,15 @@ def output_seed(seed: int, index: int) -> int:
 def top_tokens(entries: Sequence[Sequence[Sequence[Any]] | None], k: int) -> TopTokens:
     """The K most likely tokens from SGLang's entries `[logprob, token, text]` of each prompt token but the first."""
     ids, logprobs = np.zeros((len(entries), k), np.int64), np.zeros((len(entries), k), np.float32)
-    for at, top in enumerate(entries):
+    for position, top in enumerate(entries):
         if top:
-            ids[at], logprobs[at] = [each[1] for each in top[:k]], [each[0] for each in top[:k]]
+            ids[position], logprobs[position] = [entry[1] for entry in top[:k]], [entry[0] for entry in top[:k]]
     return TopTokens(ids=ids, logprobs=logprobs)
 
 
 def logprobs_of(entries: Sequence[Sequence[Any]] | None) -> Floats:
     """Logprobs `[T]` from SGLang's entries `[logprob, token, text]`; 0 for the first prompt token, which has none."""
-    return np.asarray([each[0] or 0.0 for each in entries or ()], np.float32)
+    return np.asarray([entry[0] or 0.0 for entry in entries or ()], np.float32)
 
 
 def routed_experts(meta: Mapping[str, Any], layout: RoutingLayout) -> RoutedExperts | None:

@@ -98,13 +98,13 @@ def _exit_with_worker() -> None:
 
 def unlink_segments(processes: Iterable[psutil.Process]) -> None:
     """Unlink the shared memory of processes that are about to be killed. They can still use it."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):  # it has exited
-            found.update(each.path for each in process.open_files())
+            paths.update(file.path for file in process.open_files())
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
-            found.update(line.split(maxsplit=5)[-1] for line in maps.splitlines())
-    for path in found:
+            paths.update(line.split(maxsplit=5)[-1] for line in maps.splitlines())
+    for path in paths:
         if path.startswith(SEGMENTS):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

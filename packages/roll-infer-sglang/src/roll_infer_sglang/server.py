@@ -66,8 +66,8 @@ class SglangServer:
         host = str(arguments["host"])
         # SGLang would choose `nccl_port`, that of torch's store, long before it listens there.
         with _reserved_port(host) as port, _reserved_port(host) as store_port:
-            given = {**arguments, "port": port, "nccl_port": store_port, "admin_api_key": key}
-            reply = await self._spawn(given, variables)
+            all_arguments = {**arguments, "port": port, "nccl_port": store_port, "admin_api_key": key}
+            reply = await self._spawn(all_arguments, variables)
         check_arguments("SGLang", arguments, reply.get("known", arguments))
         self.logit_processor = reply["logit_processor"]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -96,8 +96,8 @@ class SglangServer:
             os.close(writing)
         line = json.dumps({"arguments": arguments, "ready": writing}).encode() + b"\n"
         reply = await asyncio.to_thread(_wait_ready, self._who, self._process, line, reading)
-        found: dict[str, Any] = json.loads(reply)
-        return found
+        started: dict[str, Any] = json.loads(reply)
+        return started
 
     async def request(self, path: str, body: Any = None) -> Any:
         """Send a POST request (GET without a body) and return the response, parsed if it is a JSON object or list.
@@ -138,7 +138,7 @@ class SglangServer:
             return []
         try:
             server = psutil.Process(self._process.pid)
-            return [server.pid, *(each.pid for each in server.children(recursive=True))]
+            return [server.pid, *(child.pid for child in server.children(recursive=True))]
         except psutil.NoSuchProcess:
             return []
 
@@ -213,9 +213,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         family = []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for each in family:
+    for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            member.kill()
     process.wait(STOP_S)
     psutil.wait_procs(family, timeout=STOP_S)
     if process.stdin is not None:

@@ -162,10 +162,10 @@ class VllmConfig(_EngineKeys):
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments passed to vLLM: keys that are set or have a default other than None."""
-        found = super().engine_arguments()
+        arguments = super().engine_arguments()
         if self.quantization:
-            found |= {"quantization": QUANTIZATION[self.quantization], "load_format": "dummy"}
-        return found
+            arguments |= {"quantization": QUANTIZATION[self.quantization], "load_format": "dummy"}
+        return arguments
 
 
 def _check_blocks(keys: Mapping[str, Any], num_ranks: int, expert_ranks: int) -> None:

@@ -21,7 +21,7 @@ def engine_environment(
     `num_threads` is the number of CPU threads for all slots together (0: leave it unset). `compiles` is False if
     compilation is disabled.
     """
-    wanted = {
+    defaults = {
         # Processes forked from a process with threads and open devices hang or crash.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # Usage reports leave the machine; the user must opt in.
@@ -31,21 +31,21 @@ def engine_environment(
     }
     if device == "cpu":
         # Otherwise vLLM binds its threads to fixed cores, and two replicas to the same ones.
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if device == "cpu" and not compiles:
         # Even with enforce_eager vLLM compiles the ranking of logprobs at its first use, which takes 10 s or more.
-        wanted["TORCH_COMPILE_DISABLE"] = "1"
-    found = {name: value for name, value in wanted.items() if name not in present}
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
+    variables = {name: value for name, value in defaults.items() if name not in present}
     if device == "cpu" and num_threads:
         # Overrides the worker's own value, which counts the threads of all its slots.
-        found["OMP_NUM_THREADS"] = str(max(1, num_threads // num_slots))
+        variables["OMP_NUM_THREADS"] = str(max(1, num_threads // num_slots))
     for name in ALLOCATORS if device.startswith("cuda") else ():
         options = present.get(name, "").split(",")
-        kept = [each for each in options if each.replace(" ", "").lower() != "expandable_segments:true"]
-        if kept != options:
+        usable = [option for option in options if option.replace(" ", "").lower() != "expandable_segments:true"]
+        if usable != options:
             # vLLM's memory pools for sleep mode are incompatible with expandable segments.
-            found[name] = ",".join(kept)
-    return found
+            variables[name] = ",".join(usable)
+    return variables
 
 
 @contextmanager

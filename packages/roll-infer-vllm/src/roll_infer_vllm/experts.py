@@ -61,14 +61,14 @@ def located(routed: RoutedExperts, name: ExpertName) -> ExpertsTensor:
     return ExpertsTensor(module=routed, parameter=name.stored, name=name, layout=layout)
 
 
-def load(at: ExpertsTensor, tensor: Tensor) -> None:
+def load(target: ExpertsTensor, tensor: Tensor) -> None:
     """Load an expert tensor with the layer's own loader, which each process calls with all experts."""
-    routed, name = at.module, at.name
-    parameter = getattr(routed, at.parameter)
-    for expert, part, matrix in at.layout.split(name, tensor):
+    routed, name = target.module, target.name
+    parameter = getattr(routed, target.parameter)
+    for expert, part, matrix in target.layout.split(name, tensor):
         if routed.expert_map_manager.map_global_to_local(expert) < 0:
             continue  # buffered views would keep the whole tensor until the layer is complete
-        if at.layout.interleaved:
+        if target.layout.interleaved:
             shard, sent = f"gpt_oss_{name.matrix}", matrix.T if matrix.ndim == 2 else matrix
         else:
             shard, sent = "w2" if name.matrix == "w2" else "w3" if part == UP else "w1", matrix
@@ -82,11 +82,11 @@ def load(at: ExpertsTensor, tensor: Tensor) -> None:
         )
 
 
-def shards(at: ExpertsTensor, expert: int) -> list[Tensor]:
+def shards(loaded: ExpertsTensor, expert: int) -> list[Tensor]:
     """Matrix of one expert by tensor parallel rank, see `LoadedModel.expert_shards`."""
-    routed = at.module
+    routed = loaded.module
     if not routed.use_ep:
-        local = _local(at, expert if routed.expert_map is None else int(routed.expert_map[expert])).contiguous()
+        local = _local(loaded, expert if routed.expert_map is None else int(routed.expert_map[expert])).contiguous()
         if get_tensor_model_parallel_world_size() == 1:
             return [local]
         gathered = tensor_model_parallel_all_gather(_gatherable(local)[None], 0)
@@ -94,7 +94,7 @@ def shards(at: ExpertsTensor, expert: int) -> list[Tensor]:
     # The map that the kernel uses, not that of the loader: a map that changed in between must show.
     owners = get_ep_group().all_gather(routed.expert_map[expert : expert + 1].contiguous(), 0).tolist()
     owner = max(range(len(owners)), key=owners.__getitem__)
-    matrix = _local(at, max(owners[get_ep_group().rank_in_group], 0))
+    matrix = _local(loaded, max(owners[get_ep_group().rank_in_group], 0))
     matrix = matrix.clone(memory_format=torch.contiguous_format)  # a broadcast writes into its argument
     if owners[owner] < 0:
         matrix = torch.zeros_like(matrix)  # no rank computes this expert
@@ -106,30 +106,30 @@ def _gatherable(matrix: Tensor) -> Tensor:
     return matrix.bfloat16() if matrix.itemsize == 1 else matrix
 
 
-def _local(at: ExpertsTensor, expert: int) -> Tensor:
+def _local(loaded: ExpertsTensor, expert: int) -> Tensor:
     """This rank's part of its expert, without padding: `[2·I/tp, H]` of w13 or `[H, I/tp]` of w2, biases or scales."""
-    routed, name = at.module, at.name
+    routed, name = loaded.module, loaded.name
     moe = routed.moe_config
     hidden, part = moe.hidden_dim_unpadded, moe.intermediate_size_per_partition_unpadded
     if isinstance(routed.quant_method, BlockExperts):
-        stored: Tensor = getattr(routed, at.parameter)[expert]
+        stored: Tensor = getattr(routed, loaded.parameter)[expert]
         return stored
     if name.parameter == "bias":
         # The kernel has its own reference, which an update could leave behind.
         kernel = routed.quant_method.moe_kernel.fused_experts
         bias: Tensor = (kernel.w1_bias if name.matrix == "w13" else kernel.w2_bias)[expert]
-        return bias[:hidden] if name.matrix == "w2" else _unpadded(at, bias[:, None], part)[:, 0]
+        return bias[:hidden] if name.matrix == "w2" else _unpadded(loaded, bias[:, None], part)[:, 0]
     w13, w2 = cast("tuple[Tensor, Tensor]", positions(routed))  # `located` refuses other layouts
-    flat: Tensor = getattr(routed, at.parameter)[expert].reshape(-1)
+    flat: Tensor = getattr(routed, loaded.parameter)[expert].reshape(-1)
     padded_hidden, padded_part = routed.hidden_size, routed.intermediate_size_per_partition
     if name.matrix == "w2":
         return flat[w2].view(padded_hidden, padded_part)[:hidden, :part]
-    return _unpadded(at, flat[w13].view(2 * padded_part, padded_hidden), part)[:, :hidden]
+    return _unpadded(loaded, flat[w13].view(2 * padded_part, padded_hidden), part)[:, :hidden]
 
 
-def _unpadded(at: ExpertsTensor, rows: Tensor, part: int) -> Tensor:
+def _unpadded(loaded: ExpertsTensor, rows: Tensor, part: int) -> Tensor:
     """Rows of gate and up without those that were added at the end of each half, or at the end if they alternate."""
-    return rows[: 2 * part] if at.layout.interleaved else torch.cat([half[:part] for half in rows.chunk(2)])
+    return rows[: 2 * part] if loaded.layout.interleaved else torch.cat([half[:part] for half in rows.chunk(2)])
 
 
 def positions(routed: RoutedExperts) -> tuple[Tensor, Tensor] | None:

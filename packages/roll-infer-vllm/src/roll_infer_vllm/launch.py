@@ -64,20 +64,20 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
 
     slots = settings.slots_per_worker()
     device, who = mesh.device.partition(":")[0], f"{mesh.role} rank {mesh.rank}"
-    given = settings.engine_arguments()
-    given["max_logprobs"] = -1  # `GenerateRequest.prompt_topk` may be any number of the vocabulary
+    engine_args = settings.engine_arguments()
+    engine_args["max_logprobs"] = -1  # `GenerateRequest.prompt_topk` may be any number of the vocabulary
     if device == "cpu":
-        given.setdefault("enforce_eager", True)
-        if "gpu_memory_utilization" not in given:
-            given.setdefault("kv_cache_memory_bytes", HOST_CACHE_BYTES)
+        engine_args.setdefault("enforce_eager", True)
+        if "gpu_memory_utilization" not in engine_args:
+            engine_args.setdefault("kv_cache_memory_bytes", HOST_CACHE_BYTES)
     elif settings.sleep_level:
-        given["enable_sleep_mode"] = True  # vLLM rejects it on a CPU; there we release the KV cache ourselves
+        engine_args["enable_sleep_mode"] = True  # vLLM rejects it on a CPU; there we release the KV cache ourselves
     variables = engine_environment(
         device,
         os.environ,
         num_threads=mesh.num_threads,
         num_slots=slots,
-        compiles=not given.get("enforce_eager", False),
+        compiles=not engine_args.get("enforce_eager", False),
     )
     with environment({**variables, PARENT: str(os.getpid())}), ExitStack() as scratch:
         files = scratch.enter_context(engine_files(model, "vLLM"))
@@ -90,7 +90,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
         if model.router_replay:
             layout = RoutingLayout.of(files.text_config)
             _check_second_runner(who)
-        arguments = _arguments(model, files, given, slots // settings.data_parallel_size, mesh)
+        arguments = _arguments(model, files, engine_args, slots // settings.data_parallel_size, mesh)
         if settings.data_parallel_size > 1:
             _prepare_data_parallel(who)
         try:
@@ -106,7 +106,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
         )
 
 
-def _check_heads(found: set[int], who: str) -> None:
+def _check_heads(head_sizes: set[int], who: str) -> None:
     """Raise `ModelError` for a head size that vLLM does not support on a CPU.
 
     vLLM itself starts with such a model, but crashes at the first request.
@@ -114,7 +114,7 @@ def _check_heads(found: set[int], who: str) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    for size in sorted(found.difference(sizes)):
+    for size in sorted(head_sizes.difference(sizes)):
         raise ModelError(
             f"{who}: the model has attention heads of size {size}; on a CPU vLLM supports"
             f" {', '.join(map(str, sizes))}: use another model, or strategy hf_infer, which supports any size"
@@ -167,14 +167,14 @@ def _check_fp8(settings: VllmConfig, files: EngineFiles, model: ModelSpec, devic
 
 
 def _arguments(
-    model: ModelSpec, files: EngineFiles, given: Mapping[str, Any], num_workers: int, mesh: MeshInfo
+    model: ModelSpec, files: EngineFiles, engine_args: Mapping[str, Any], num_workers: int, mesh: MeshInfo
 ) -> AsyncEngineArgs:
     """Engine arguments; each data-parallel rank has `num_workers` workers."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     who = f"{mesh.role} rank {mesh.rank}"
     single = CPU_EXECUTOR if mesh.device.partition(":")[0] == "cpu" else "uni"
-    own: dict[str, Any] = {
+    derived: dict[str, Any] = {
         **_file_arguments(files),
         **(adapter_arguments(model.lora) if model.lora is not None else {}),
         "hf_overrides": implied_keys(files.config),
@@ -188,9 +188,9 @@ def _arguments(
         "enable_return_routed_experts": model.router_replay,
         "disable_log_stats": True,  # disables only vLLM's own loggers, not our stat logger
     }
-    check_arguments("vLLM", given, {each.name for each in dataclasses.fields(AsyncEngineArgs)})
+    check_arguments("vLLM", engine_args, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     try:
-        return AsyncEngineArgs(**given, **own)
+        return AsyncEngineArgs(**engine_args, **derived)
     except (ValueError, TypeError) as error:
         raise ModelError(f"{who}: vLLM rejects strategy_config: {error}") from error
 
@@ -211,16 +211,16 @@ def implied_keys(config: Any) -> dict[str, Any]:
 
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:
     """Engine arguments with the paths of model, config and tokenizer."""
-    found: dict[str, Any] = {"model": files.model}
+    arguments: dict[str, Any] = {"model": files.model}
     if files.overrides:
-        found["hf_config_path"] = str(files.scratch / "config")
-        files.config.save_pretrained(found["hf_config_path"])
+        arguments["hf_config_path"] = str(files.scratch / "config")
+        files.config.save_pretrained(arguments["hf_config_path"])
     if not files.tokenizer:
-        return {**found, "skip_tokenizer_init": True}
+        return {**arguments, "skip_tokenizer_init": True}
     if files.tokenizer == files.model or not Path(files.tokenizer).is_dir():
-        return {**found, "tokenizer": files.tokenizer}
+        return {**arguments, "tokenizer": files.tokenizer}
     # vLLM looks for a config next to the tokenizer, and retries with warnings for two seconds if there is none.
     beside = files.scratch / "tokenizer"
     shutil.copytree(files.tokenizer, beside)
     files.config.save_pretrained(beside)
-    return {**found, "tokenizer": str(beside)}
+    return {**arguments, "tokenizer": str(beside)}

@@ -115,12 +115,14 @@ class VllmModel(LoadedModel):
         self._model = model
         self.device, self.rank = device, get_tensor_model_parallel_rank()
         self.dtype = next(model.parameters()).dtype
-        heads = [each for each in model.modules() if isinstance(each, ParallelLMHead) and hasattr(each, "cpu_linear")]
-        self._heads: dict[int, Any] = {id(each.weight): each for each in heads}
+        heads = [
+            module for module in model.modules() if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")
+        ]
+        self._heads: dict[int, Any] = {id(head.weight): head for head in heads}
         """Packed output layers, by the id of the weight that they were packed from."""
         self._has_sparse_blocks = any(SPARSE_BLOCK in name for name, _ in model.named_modules())
         self._has_block_biases = any(name.endswith(BLOCK_BIAS) for name, _ in model.named_parameters())
-        self._latent = {id(each.kv_b_proj): each for each in model.modules() if isinstance(each, MLAAttention)}
+        self._latent = {id(layer.kv_b_proj): layer for layer in model.modules() if isinstance(layer, MLAAttention)}
         """Layers of latent attention, by the id of their `kv_b_proj`."""
         self._unreadable: dict[str, tuple[Tensor, Tensor]] = getattr(model, UNREADABLE, {})
         self._last: tuple[Any, Tensor] | None = None
@@ -143,10 +145,10 @@ class VllmModel(LoadedModel):
         parameter = self._rename(name).rpartition(".")[2]
         if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
             raise KeyError(name)
-        at = self._tensor(path, parameter, index)
-        if MOE_STATICS in name and isinstance(at, VllmTensor):
-            return replace(at, shape_sent=(1, *at.shape))
-        return at
+        loaded = self._tensor(path, parameter, index)
+        if MOE_STATICS in name and isinstance(loaded, VllmTensor):
+            return replace(loaded, shape_sent=(1, *loaded.shape))
+        return loaded
 
     @override
     def located(self) -> Iterator[tuple[str, VllmTensor | FusedTensor | ExpertsTensor]]:
@@ -170,37 +172,37 @@ class VllmModel(LoadedModel):
                 yield f"{prefix}.{member}.{parameter}", self._tensor(path, parameter, index)
 
     @override
-    def read(self, name: str, at: VllmTensor | FusedTensor) -> Tensor:
-        if isinstance(at, FusedTensor):
-            whole = torch.cat([self._whole(member) for member in at.members])
+    def read(self, name: str, loaded: VllmTensor | FusedTensor) -> Tensor:
+        if isinstance(loaded, FusedTensor):
+            full = torch.cat([self._whole(member) for member in loaded.members])
         else:
-            whole = self._whole(at)
-        if _is_packed(at) and name in self._unreadable:
+            full = self._whole(loaded)
+        if _is_packed(loaded) and name in self._unreadable:
             places, values = self._unreadable[name]
-            whole = whole.clone()
-            whole.view(-1)[places] = values.to(whole.dtype)
-        return whole
+            full = full.clone()
+            full.view(-1)[places] = values.to(full.dtype)
+        return full
 
-    def _whole(self, at: VllmTensor) -> Tensor:
+    def _whole(self, loaded: VllmTensor) -> Tensor:
         """The tensor at this location, gathered over ranks and unpacked."""
-        module = at.module
-        local = self._unpacked(module) if _is_packed(at) else getattr(module, at.parameter).detach()
-        if _is_matrix(at) and hasattr(module, UNPACKED_CONVOLUTION):
+        module = loaded.module
+        local = self._unpacked(module) if _is_packed(loaded) else getattr(module, loaded.parameter).detach()
+        if _is_matrix(loaded) and hasattr(module, UNPACKED_CONVOLUTION):
             local = _unpacked_convolution(module)
         if isinstance(module, VocabParallelEmbedding):
             local = self._as_multiplied(module, local)
-        elif id(module) in self._latent and at.parameter == "weight":
+        elif id(module) in self._latent and loaded.parameter == "weight":
             local = _as_absorbed(self._latent[id(module)], local)
-        if at.parts:
-            height = BLOCK if at.parameter == SCALE else 1
-            sizes = [-(-size // module.tp_size // height) for size in (*at.before, *at.parts)]
-            parts = local[: sum(sizes)].split(sizes)[len(at.before) :]
-            whole = torch.cat([_gathered(module, at, part) for part in parts])
+        if loaded.parts:
+            height = BLOCK if loaded.parameter == SCALE else 1
+            sizes = [-(-size // module.tp_size // height) for size in (*loaded.before, *loaded.parts)]
+            parts = local[: sum(sizes)].split(sizes)[len(loaded.before) :]
+            full = torch.cat([_gathered(module, loaded, part) for part in parts])
         else:
-            whole = _gathered(module, at, local)
-        if isinstance(module, LinearBase) and at.parameter == "bias":
-            whole = whole.to(module.params_dtype)  # vLLM converts the biases of some packed layers to a wider dtype
-        return whole
+            full = _gathered(module, loaded, local)
+        if isinstance(module, LinearBase) and loaded.parameter == "bias":
+            full = full.to(module.params_dtype)  # vLLM converts the biases of some packed layers to a wider dtype
+        return full
 
     @override
     def adapter_buffer(self, name: str) -> Tensor:
@@ -212,12 +214,12 @@ class VllmModel(LoadedModel):
         stacked: Any = getattr(module, "lora_a_stacked" if side.startswith("A") else "lora_b_stacked", None)
         if stacked is None:
             raise KeyError(name)
-        found: Tensor = stacked[index or 0][ADAPTER_SLOT, 0]
-        return found
+        buffer: Tensor = stacked[index or 0][ADAPTER_SLOT, 0]
+        return buffer
 
     @override
-    def expert_shards(self, at: ExpertsTensor, expert: int) -> Sequence[Tensor]:
-        return experts.shards(at, expert)
+    def expert_shards(self, loaded: ExpertsTensor, expert: int) -> Sequence[Tensor]:
+        return experts.shards(loaded, expert)
 
     def _tensor(self, path: str, parameter: str, index: int | None) -> VllmTensor | FusedTensor:
         """Location of a parameter of the module at `path`, or of the part of it at `index` among the fused ones."""
@@ -304,13 +306,13 @@ class VllmModel(LoadedModel):
         return self._last[1]
 
 
-def _is_matrix(at: LoadedTensor) -> bool:
-    return at.parameter == "weight" and isinstance(at.module, LinearBase)
+def _is_matrix(loaded: LoadedTensor) -> bool:
+    return loaded.parameter == "weight" and isinstance(loaded.module, LinearBase)
 
 
-def _is_packed(at: LoadedTensor) -> bool:
+def _is_packed(loaded: LoadedTensor) -> bool:
     """True if vLLM packed this weight for the processor and freed the original."""
-    return _is_matrix(at) and at.module.weight.numel() == 0 and hasattr(at.module, "cpu_linear")
+    return _is_matrix(loaded) and loaded.module.weight.numel() == 0 and hasattr(loaded.module, "cpu_linear")
 
 
 def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -318,8 +320,8 @@ def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
 
     Called before the tensor is loaded.
     """
-    kept: dict[str, tuple[Tensor, Tensor]] = model.__dict__.setdefault(UNREADABLE, {})
-    kept.pop(name, None)
+    unreadable: dict[str, tuple[Tensor, Tensor]] = model.__dict__.setdefault(UNREADABLE, {})
+    unreadable.pop(name, None)
     if tensor.ndim != 2 or not tensor.is_floating_point() or tensor.itemsize == 1:
         return
     flat = tensor.reshape(-1)
@@ -327,7 +329,7 @@ def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
     lost = tiny & ((flat != 0) | torch.signbit(flat))
     if lost.any():
         places = lost.nonzero().flatten()
-        kept[name] = places, flat[places].clone()
+        unreadable[name] = places, flat[places].clone()
 
 
 def _multiplied_identity(module: Any) -> Tensor:
@@ -350,7 +352,7 @@ def _unpacked_convolution(module: Any) -> Tensor:
     copy: Tensor = getattr(module, UNPACKED_CONVOLUTION)
 
     def pack(convolutions: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.stack([torch.ops._C.causal_conv1d_weight_pack(each) for each in convolutions[0]])]
+        return [torch.stack([torch.ops._C.causal_conv1d_weight_pack(weight) for weight in convolutions[0]])]
 
     (places,) = learned("convolution", pack, [(len(copy), copy.shape[1])], module.weight)
     if places is None:
@@ -368,7 +370,9 @@ def _as_absorbed(layer: MLAAttention, weight: Tensor) -> Tensor:
     if weight.numel() == 0:
         packed = layer.impl._w_uk_packed, layer.impl._w_uv_packed
         sizes = (layer.kv_lora_rank, layer.qk_nope_head_dim), (layer.v_head_dim, layer.kv_lora_rank)
-        key_LP, value_VL = [_unpacked_heads(each, shape) for each, shape in zip(packed, sizes, strict=True)]
+        key_LP, value_VL = [
+            _unpacked_heads(packed_part, shape) for packed_part, shape in zip(packed, sizes, strict=True)
+        ]
         key_PL = key_LP.transpose(1, 2)
     else:
         key_PL, value_VL = layer.W_UK_T, layer.W_UV.transpose(1, 2)
@@ -391,22 +395,22 @@ def _row_shards(module: Any, parameter: str) -> int:
     return get_tensor_model_parallel_world_size() if parameter in SHARDED else 1
 
 
-def _gathered(module: Any, at: VllmTensor, local: Tensor) -> Tensor:
-    if (num_shards := _row_shards(module, at.parameter)) > 1:
+def _gathered(module: Any, loaded: VllmTensor, local: Tensor) -> Tensor:
+    if (num_shards := _row_shards(module, loaded.parameter)) > 1:
         ranks = _all_gathered(local.contiguous()[None], 0)
         return ranks[:: len(ranks) // num_shards].flatten(0, 1)
     size = getattr(module, "tp_size", 1)
     if isinstance(module, VocabParallelEmbedding):
-        whole = tensor_model_parallel_all_gather(local, 0) if size > 1 else local
-        return whole[: module.org_vocab_size]
+        full = tensor_model_parallel_all_gather(local, 0) if size > 1 else local
+        return full[: module.org_vocab_size]
     if size == 1 or not isinstance(module, LinearBase):
         return local
     if isinstance(module, RowParallelLinear):
-        return _all_gathered(local, 1) if at.parameter in ("weight", SCALE) else local
+        return _all_gathered(local, 1) if loaded.parameter in ("weight", SCALE) else local
     if not isinstance(module, ColumnParallelLinear):
         return local
     rows = _all_gathered(local.contiguous(), 0)
-    if isinstance(module, QKVParallelLinear) and at.index and module.num_kv_head_replicas > 1:
+    if isinstance(module, QKVParallelLinear) and loaded.index and module.num_kv_head_replicas > 1:
         replicas = rows.reshape(-1, module.num_kv_head_replicas, *local.shape)
         rows = replicas[:, 0].flatten(0, 1)
     return rows
@@ -414,5 +418,5 @@ def _gathered(module: Any, at: VllmTensor, local: Tensor) -> Tensor:
 
 def _all_gathered(local: Tensor, dim: int) -> Tensor:
     """All-gather; sends fp8 as bf16, which represents all its values, because vLLM cannot gather fp8 on a CPU."""
-    whole: Tensor = tensor_model_parallel_all_gather(local.bfloat16() if local.itemsize == 1 else local, dim)
-    return whole.to(local.dtype)
+    full: Tensor = tensor_model_parallel_all_gather(local.bfloat16() if local.itemsize == 1 else local, dim)
+    return full.to(local.dtype)

@@ -70,24 +70,24 @@ def output_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint32)[0])
 
 
-def top_tokens(found: Any, k: int) -> TopTokens:
+def top_tokens(flat: Any, k: int) -> TopTokens:
     """The K most likely tokens from vLLM's `FlatLogprobs` of a prompt, in which they follow the token itself."""
-    starts = np.asarray(found.start_indices, np.int64)
-    has_N = np.asarray(found.end_indices, np.int64) > starts
+    starts = np.asarray(flat.start_indices, np.int64)
+    has_N = np.asarray(flat.end_indices, np.int64) > starts
     places_NK = starts[has_N, None] + 1 + np.arange(k)
     ids, logprobs = np.zeros((len(starts), k), np.int64), np.zeros((len(starts), k), np.float32)
-    ids[has_N] = np.asarray(found.token_ids, np.int64)[places_NK]
-    logprobs[has_N] = np.asarray(found.logprobs, np.float32)[places_NK]
+    ids[has_N] = np.asarray(flat.token_ids, np.int64)[places_NK]
+    logprobs[has_N] = np.asarray(flat.logprobs, np.float32)[places_NK]
     return TopTokens(ids=ids, logprobs=logprobs)
 
 
-def flat_logprobs(found: Any) -> Floats:
+def flat_logprobs(flat: Any) -> Floats:
     """Logprobs `[T]` of the tokens themselves from vLLM's `FlatLogprobs`, where each position begins with its token.
 
-    0 for positions without logprobs; empty if `found` is None.
+    0 for positions without logprobs; empty if `flat` is None.
     """
-    if found is None:
+    if flat is None:
         return np.zeros(0, np.float32)
-    values = np.asarray([*found.logprobs, 0.0], np.float32)
-    starts, ends = np.asarray(found.start_indices, np.int64), np.asarray(found.end_indices, np.int64)
+    values = np.asarray([*flat.logprobs, 0.0], np.float32)
+    starts, ends = np.asarray(flat.start_indices, np.int64), np.asarray(flat.end_indices, np.int64)
     return np.where(ends > starts, values[np.minimum(starts, len(values) - 1)], np.float32(0)).astype(np.float32)

@@ -36,12 +36,14 @@ def learned(
     """
     key = kernel, tuple(shapes), like.dtype, like.device
     if key not in _learned:
-        found = [torch.zeros((), dtype=torch.int64, device=like.device) for _ in shapes]
+        numbers = [torch.zeros((), dtype=torch.int64, device=like.device) for _ in shapes]
         for shift in range(0, max(map(math.prod, shapes)).bit_length(), DIGIT_BITS):
             shuffled = shuffle([_digits(shape, shift, like) for shape in shapes])
-            for index, each in enumerate(shuffled):
-                found[index] = found[index] + (each.reshape(2, -1).to(torch.int64) << shift)
-        _learned[key] = [_inverse(each, math.prod(shape)) for each, shape in zip(found, shapes, strict=True)]
+            for index, bytes_2N in enumerate(shuffled):
+                numbers[index] = numbers[index] + (bytes_2N.reshape(2, -1).to(torch.int64) << shift)
+        _learned[key] = [
+            _inverse(numbers_2N, math.prod(shape)) for numbers_2N, shape in zip(numbers, shapes, strict=True)
+        ]
     return _learned[key]
 
 
@@ -56,8 +58,8 @@ def _inverse(found_2N: Tensor, numel: int) -> Tensor | None:
     """Place of each index minus 1 in the first row; None unless each occurs once, and none in the second row."""
     indices, others = found_2N[0], found_2N[1]
     places = indices.nonzero().flatten()
-    found = torch.full((numel,), -1, dtype=torch.int64, device=indices.device)
+    inverse = torch.full((numel,), -1, dtype=torch.int64, device=indices.device)
     if len(places) != numel or int(indices.max()) > numel or others.any():
         return None
-    found[indices[places] - 1] = places
-    return found if bool((found >= 0).all()) else None
+    inverse[indices[places] - 1] = places
+    return inverse if bool((inverse >= 0).all()) else None

@@ -218,8 +218,8 @@ class VllmStrategy(InferStrategy):
             digests = await weights.digests(manifest)
             self._version = version
             for outputs in self._outputs.values():
-                for each in outputs:
-                    each.weights_changed(version)
+                for output in outputs:
+                    output.weights_changed(version)
             await engine.resume_generation()
         return digests
 
@@ -252,10 +252,15 @@ class VllmStrategy(InferStrategy):
     @override
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         engine = self._ready
-        chosen = {each: self._running[each] for each in ids if each in self._running}
+        chosen = {request_id: self._running[request_id] for request_id in ids if request_id in self._running}
         pending = set(chosen.values())
         while pending:
-            outputs = [one for each, task in chosen.items() if task in pending for one in self._outputs.get(each, ())]
+            outputs = [
+                one
+                for request_id, task in chosen.items()
+                if task in pending
+                for one in self._outputs.get(request_id, ())
+            ]
             with engine_errors():
                 await engine.abort([one.name for one in outputs])
             _, pending = await asyncio.wait(pending, timeout=ABORT_INTERVAL_S)
@@ -263,13 +268,13 @@ class VllmStrategy(InferStrategy):
 
     @override
     async def progress(self) -> list[Completion]:
-        found = self._outputs.items()
-        return [Completion(id=id, outputs=tuple(each.completion() for each in outputs)) for id, outputs in found]
+        running = self._outputs.items()
+        return [Completion(id=id, outputs=tuple(output.completion() for output in outputs)) for id, outputs in running]
 
     async def _complete(self, request: GenerateRequest) -> Completion:
         outputs = [VllmOutput(request, index, self._version, self._layout) for index in range(request.n)]
         self._outputs[request.id] = outputs
-        tasks = [asyncio.create_task(self._generate(each)) for each in outputs]
+        tasks = [asyncio.create_task(self._generate(output)) for output in outputs]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -278,11 +283,11 @@ class VllmStrategy(InferStrategy):
             await asyncio.gather(*tasks, return_exceptions=True)
             del self._outputs[request.id]
             # vLLM keeps a request whose call is cancelled while vLLM is still receiving it.
-            left = [each.name for each in outputs if not each.finished]
+            left = [output.name for output in outputs if not output.finished]
             if left and self._engine is not None:
                 with contextlib.suppress(EngineDiedError), engine_errors():
                     await self._engine.abort(left)
-        completed = tuple(each.completion() for each in outputs)
+        completed = tuple(output.completion() for output in outputs)
         first = outputs[0]
         return Completion(
             id=request.id, outputs=completed, prompt_logprobs=first.prompt_logprobs, prompt_topk=first.prompt_topk

@@ -94,8 +94,8 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
         """
         for name, tensor in read_bucket(bucket, str(self.device)):
             if ExpertName.parse(name) is not None:
-                if isinstance(at := loaded.locate(name), ExpertsTensor):
-                    experts.load(at, tensor.to(self.device))
+                if isinstance(target := loaded.locate(name), ExpertsTensor):
+                    experts.load(target, tensor.to(self.device))
                 continue
             if name.endswith(".sinks"):
                 load_sinks(loaded.locate(name), tensor.to(self.device))

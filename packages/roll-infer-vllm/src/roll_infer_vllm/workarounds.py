@@ -138,13 +138,13 @@ def pack_experts_again(model: Any) -> None:
             module.quant_method.moe_kernel = None
 
 
-def load_sinks(at: LoadedTensor | None, sinks_N: Tensor) -> None:
-    """Load this rank's attention sinks of a gpt-oss layer; `at` is None if another process has the layer.
+def load_sinks(target: LoadedTensor | None, sinks_N: Tensor) -> None:
+    """Load this rank's attention sinks of a gpt-oss layer; `target` is None if another process has the layer.
 
     vLLM's loader copies them into the parameter itself, which has no memory during an update: they would stay stale.
     """
-    if at is not None:
-        parameter = getattr(at.module, at.parameter)
+    if target is not None:
+        parameter = getattr(target.module, target.parameter)
         local_N = sinks_N.chunk(get_tensor_model_parallel_world_size())[get_tensor_model_parallel_rank()]
         parameter.weight_loader(parameter, local_N.clone())
 

@@ -36,5 +36,5 @@ class WorkerExtension:
         """On a CPU: return the memory pages of the KV cache to the operating system; its content is lost."""
         from roll_modeling.offload import release_pages
 
-        for each in self.model_runner.kv_caches:
-            release_pages(each)
+        for cache in self.model_runner.kv_caches:
+            release_pages(cache)
