@@ -104,8 +104,10 @@ class RayIsolatedEnvHost:
 
     async def process_info(self) -> bytes:
         """Start the process. Returns its `ProcessInfo`, pickled."""
-        given = {name: value for name, value in self._given.items() if name != "PATH"}  # has the environment's folder
-        env = environment_of(self._python, os.environ) | given
+        variables = {
+            name: value for name, value in self._given.items() if name != "PATH"
+        }  # has the environment's folder
+        env = environment_of(self._python, os.environ) | variables
         try:
             facts = await self._process.start(self._python, env)
         except Exception as error:
@@ -202,7 +204,7 @@ def interface_of(address: str) -> str:
     """Name of the network interface with this IP address; empty if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         # IPv6 link-local addresses contain their interface: fe80::1%eth0.
-        if any(each.address.partition("%")[0] == address for each in addresses):
+        if any(interface_address.address.partition("%")[0] == address for interface_address in addresses):
             return name
     return ""
 

@@ -25,8 +25,8 @@ def environments(context: CheckContext) -> Iterator[CheckResult]:
     for role, environment in context.environments.items():
         if environment.config.packages:
             packages = ", ".join(environment.config.packages)
-            found = f"uv installs {packages} when the role first starts"
-            yield CheckResult(level="note", subject=role, found=found)
+            status = f"uv installs {packages} when the role first starts"
+            yield CheckResult(level="note", subject=role, found=status)
             continue
         try:
             python = prepare(environment_spec(environment), role)
@@ -51,7 +51,7 @@ def ray_cluster(_: CheckContext) -> Iterator[CheckResult]:
         socket.create_connection((match["host"], int(match["port"])), timeout=CONNECT_S).close()
     except (OSError, OverflowError, UnicodeError) as error:  # the last two: invalid port or host name
         remedy = "start it, correct RAY_ADDRESS, or unset it so that runs start their own Ray"
-        found = f"RAY_ADDRESS={address} refuses connections: {error}"
-        yield CheckResult(level="error", found=found, wanted="a Ray cluster", remedy=remedy)
+        status = f"RAY_ADDRESS={address} refuses connections: {error}"
+        yield CheckResult(level="error", found=status, wanted="a Ray cluster", remedy=remedy)
     else:
         yield CheckResult(level="ok", found=f"RAY_ADDRESS={address} accepts connections")

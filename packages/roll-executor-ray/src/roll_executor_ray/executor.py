@@ -124,7 +124,9 @@ class RayExecutor(Executor):
         if self._is_closing or self.exit_error is not None or worker.exit_error is not None:
             return
         spec = worker.spec
-        others = any(each.spec is spec and each.exit_error is None for each in self._workers if each is not worker)
+        others = any(
+            member.spec is spec and member.exit_error is None for member in self._workers if member is not worker
+        )
         if spec.survives == "always" or (spec.survives == "while_others_live" and others):
             left = "the other workers of the role continue" if others else "the role continues with a replacement"
             log.warning("%s; %s", error, left)
@@ -134,8 +136,8 @@ class RayExecutor(Executor):
         log.info("%s", error)
         self.exit_error = error
         self._exited.set()
-        for each in self._workers:
-            each.fail(error)
+        for member in self._workers:
+            member.fail(error)
 
     async def replace(self, old: RayWorker) -> RayWorker:
         """Replace an exited worker: start another process in its place and construct the worker in it.
@@ -164,7 +166,7 @@ class RayExecutor(Executor):
 
         node = self._reservation.nodes[place.node]
         configured = {**values_of(self.platform.environment(spec.kind, place.local_indices)), **spec.env}
-        devices = [node.device_ids[at] for at in place.local_indices if node.device_ids]
+        devices = [node.device_ids[index] for index in place.local_indices if node.device_ids]
         env = {
             "OMP_NUM_THREADS": str(place.num_threads),
             **openmp.environment(os.environ),

@@ -100,12 +100,12 @@ def sweep(mark: str, scratch: Path) -> int:
     segments: set[str] = set()
     killed: set[int] = set()
     started = time.monotonic()
-    while (found := _marked(mark, scratch)) and (passed_s := time.monotonic() - started) < KILL_S:
+    while (alive := _marked(mark, scratch)) and (passed_s := time.monotonic() - started) < KILL_S:
         if passed_s < TRACKERS_S:
-            found = [process for process in found if not _is_tracker(process)]
-        for process in found:  # before the first one is killed: engines exit with their worker
+            alive = [process for process in alive if not _is_tracker(process)]
+        for process in alive:  # before the first one is killed: engines exit with their worker
             segments.update(_mapped_segments(process))
-        for process in found:
+        for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
             killed.add(process.pid)
@@ -120,14 +120,14 @@ def sweep(mark: str, scratch: Path) -> int:
 
 
 def _marked(mark: str, scratch: Path) -> list[psutil.Process]:
-    found: set[psutil.Process] = set()
+    processes: set[psutil.Process] = set()
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark or _has_open(process, scratch):
-                found.update([process, *process.children(recursive=True)])
-    return [process for process in found if _is_alive(process)]
+                processes.update([process, *process.children(recursive=True)])
+    return [process for process in processes if _is_alive(process)]
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -137,11 +137,11 @@ class Reservation:
             await asyncio.wait_for(ready, self._deadline_s)
         except TimeoutError:
             resource = next(iter(bundles[0]))
-            wanted = ", ".join(f"{bundle[resource]:g}" for bundle in bundles)
+            amounts = ", ".join(f"{bundle[resource]:g}" for bundle in bundles)
             total = ray.cluster_resources().get(resource, 0)
             free = ray.available_resources().get(resource, 0)
             raise PlacementError(
-                f"the slots are not free: Ray could not reserve {resource} on {len(bundles)} nodes ({wanted}) within"
+                f"the slots are not free: Ray could not reserve {resource} on {len(bundles)} nodes ({amounts}) within"
                 f" {self._deadline_s:g} s. {free:g} of {total:g} in the cluster are free: wait for other jobs, or use"
                 " fewer slots"
             ) from None

@@ -249,7 +249,9 @@ def import_path(spec: GroupSpec) -> list[str]:
         return path
     here = {str(Path(prefix).absolute()) for prefix in (sys.prefix, sys.base_prefix)}
     installed = {line for folder in path for file in Path(folder).glob("*.pth") for line in _text(file).splitlines()}
-    return [each for each in path if each not in installed and not any(Path(each).is_relative_to(to) for to in here)]
+    return [
+        entry for entry in path if entry not in installed and not any(Path(entry).is_relative_to(to) for to in here)
+    ]
 
 
 def _text(path: Path) -> str:

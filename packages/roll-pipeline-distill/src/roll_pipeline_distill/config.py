@@ -182,8 +182,8 @@ class DistillConfig(PromptRunConfig):
         teachers = info.data.get("teachers") or {}
         if value is None or len(teachers) != 1 or value.model_args.model_name_or_path or value.model_args.random_init:
             return value
-        given = next(iter(teachers.values())).model_args
-        model = {key: getattr(given, key) for key in ("model_name_or_path", "random_init", "model_config_kwargs")}
+        model_args = next(iter(teachers.values())).model_args
+        model = {key: getattr(model_args, key) for key in ("model_name_or_path", "random_init", "model_config_kwargs")}
         return value.model_copy(update={"model_args": value.model_args.model_copy(update=model)})
 
     @model_validator(mode="after")
@@ -219,8 +219,8 @@ class DistillConfig(PromptRunConfig):
     def vocabulary_sizes(self) -> dict[str, int | None]:
         """Number of ids of the student, the teachers and their engine, by role; None if it is not known here."""
         names = ("actor_train", "teacher_infer")
-        roles = {name: each for name, each in self.roles().items() if name in names or "teachers." in name}
-        return {name: vocabulary_size(each.model_args, self.pretrain) for name, each in roles.items()}
+        roles = {name: role for name, role in self.roles().items() if name in names or "teachers." in name}
+        return {name: vocabulary_size(role.model_args, self.pretrain) for name, role in roles.items()}
 
     def model_path(self, role: str) -> str:
         """Directory or hub id of a role's model; empty for random weights."""
@@ -249,10 +249,10 @@ class DistillConfig(PromptRunConfig):
 
     @override
     def roles(self) -> dict[str, WorkerConfig]:
-        found = super().roles()
+        roles = super().roles()
         if not self.has_engine:
-            del found["actor_infer"]
-        return found
+            del roles["actor_infer"]
+        return roles
 
     @override
     def capabilities(self) -> Mapping[str, tuple[str, ...]]:
@@ -274,26 +274,28 @@ class DistillConfig(PromptRunConfig):
             needed[name] += [] if self.kd_support == "sampled" else ["topk"]
             needed[name] += [] if self.kd_support == "teacher_topk" else ["gathered"]
         needed["actor_train"] += ["topk"] if self.uses_topk else []
-        return {name: tuple(each) for name, each in needed.items()}
+        return {name: tuple(names) for name, names in needed.items()}
 
     @override
     def warnings(self, parts: Mapping[str, Provider]) -> dict[str, str]:
-        found = super().warnings(parts) if self.trains_policy else {}
+        messages = super().warnings(parts) if self.trains_policy else {}
         if self.kd_support == "sampled" and self.on_policy and self.actor_infer.generating_args.temperature == 0:
-            found["actor_infer.generating_args.temperature"] = (
+            messages["actor_infer.generating_args.temperature"] = (
                 "found 0: the most likely tokens are no samples of the student, so their log-ratios do not estimate the"
                 " divergence: set 1, or kd_support: full, teacher_topk or student_topk"
             )
         if self.kd_support == "sampled" and self.on_policy and self.placement == "loss" and self.ahead:
-            found["kd_placement"] = (
+            messages["kd_placement"] = (
                 "older weights sample part of the tokens, whose log-ratios do not estimate the divergence of the"
                 " student: set advantage, which train_infer_correction weighs, or async_generation_ratio: 0"
             )
         if self.kd_support not in ("sampled", "full") and self.kd_tail == "renormalise":
-            found["kd_tail"] = "the student's probability outside of the K tokens is then free: set bucket to bound it"
+            messages["kd_tail"] = (
+                "the student's probability outside of the K tokens is then free: set bucket to bound it"
+            )
         if self.kd_support in TOPK and self.kd_tail == "drop":
-            found["kd_tail"] = "the sum over K tokens alone is no divergence and may be negative: set bucket"
-        return found
+            messages["kd_tail"] = "the sum over K tokens alone is no divergence and may be negative: set bucket"
+        return messages
 
     def teacher_of(self, tag: str) -> str:
         """Domain of the teacher that scores a tag. Raises `DataError` if there is none."""
@@ -425,7 +427,7 @@ class DistillConfig(PromptRunConfig):
     def correction(self) -> TrainInferCorrectionConfig:
         if self.trains_policy:
             return super().correction
-        given = self.train_infer_correction
-        return given.model_copy(
-            update={"is_weight": given.is_weight.model_copy(update={"enabled": False}), "filters": []}
+        correction = self.train_infer_correction
+        return correction.model_copy(
+            update={"is_weight": correction.is_weight.model_copy(update={"enabled": False}), "filters": []}
         )

@@ -200,18 +200,18 @@ class DistillationTerm:
         used_T1 = (weights_T != 0)[:, None]
         student_TK, teacher_TK = torch.where(used_T1, student_TK, 0.0), torch.where(used_T1, teacher_TK, 0.0)
         values_T = self._values(teacher_TK, student_TK)
-        found: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         if not self.sampled:
-            found |= {"teacher_mass": teacher_TK.exp().sum(dim=1), "student_mass": student_TK.exp().sum(dim=1)}
+            metrics |= {"teacher_mass": teacher_TK.exp().sum(dim=1), "student_mass": student_TK.exp().sum(dim=1)}
         if outputs.topk_ids_TK is not None and self.overlap:
-            found["overlap"] = overlap(micro.gather_ids_TK, outputs.topk_ids_TK)
-        return self._weighted(values_T, weights_T, found)
+            metrics["overlap"] = overlap(micro.gather_ids_TK, outputs.topk_ids_TK)
+        return self._weighted(values_T, weights_T, metrics)
 
     def _weighted(self, values_T: Tensor, weights_T: Tensor, metrics: Mapping[str, Tensor]) -> LossOutput:
         """Clip, and average by the weights."""
         loss_T = values_T if self.clip is None else values_T.clamp(max=self.clip)
-        found = {"divergence": values_T, **metrics}
-        means = {name: weighted_sum(each_T.detach(), weights_T) for name, each_T in found.items()}
+        values = {"divergence": values_T, **metrics}
+        means = {name: weighted_sum(each_T.detach(), weights_T) for name, each_T in values.items()}
         return LossOutput(loss=weighted_sum(loss_T, weights_T), metrics=means)
 
     def _values(self, teacher_TK: Tensor, student_TK: Tensor) -> Tensor:

@@ -260,16 +260,16 @@ def check_vocabulary(run: Run, config: DistillConfig) -> Mapping[str, int | None
 
     The schema compares what it finds in directories. Here the run's tokenizer is known, and models on the Hub are.
     """
-    own, sizes = run.tokenizer.get_vocab(), config.vocabulary_sizes()
+    vocabulary, sizes = run.tokenizer.get_vocab(), config.vocabulary_sizes()
     for name in sizes:
         path, trusted = config.model_path(name), config.roles()[name].model_args.trust_remote_code
         size = sizes[name] = sizes[name] or hub_vocabulary_size(path, trust_remote_code=trusted)
         if name == "actor_train":
-            size = sizes[name] = size or len(own)
+            size = sizes[name] = size or len(vocabulary)
         else:
             stored = stored_tokenizer(path, trust_remote_code=trusted) if path else None
             theirs = None if stored is None else stored.get_vocab()
-            if why := difference(own, theirs, sizes["actor_train"], size):
+            if why := difference(vocabulary, theirs, sizes["actor_train"], size):
                 raise _refused(config, f"{name}.model_args", why, "choose a teacher with the student's tokenizer")
         if config.uses_topk and size is not None and config.logits_topk > size:
             message = f"found {config.logits_topk}, but the vocabulary of {name} has {size} ids"

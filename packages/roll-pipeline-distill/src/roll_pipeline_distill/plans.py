@@ -39,7 +39,7 @@ def distill(config: DistillConfig) -> PipelinePlan:
         served = RoleSpec(name=f"served_teachers.{domain}", kind="generate")
         roles.append(served)
         phases.append(Phase(name=f"logprobs of {served.name}", acts={served.name: "generate"}))
-    training = next(at for at, phase in enumerate(phases) if phase.acts.get("actor_train") == "backward")
+    training = next(index for index, phase in enumerate(phases) if phase.acts.get("actor_train") == "backward")
     teaching = [Phase(name=f"logprobs of {teacher.name}", acts={teacher.name: "score"}) for teacher in teachers]
     if config.kd_support == "student_topk" or config.self_teacher:
         teaching.insert(0, Phase(name="logprobs of the student", acts={"actor_train": "score"}))

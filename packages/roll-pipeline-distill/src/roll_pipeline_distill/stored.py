@@ -53,18 +53,19 @@ def support_of(row: Row, rows: Rows, ids: str, logprobs: str) -> tuple[TokenIds,
     bad_R = ~np.isfinite(logprobs_RK).all(axis=1) | (logprobs_RK > MASS_TOLERANCE).any(axis=1)
     bad_R |= mass_R > 1 + MASS_TOLERANCE
     if bad_R.any():
-        at = int(bad_R.argmax())
-        found = [round(each, 4) for each in logprobs_RK[at].tolist()]
+        index = int(bad_R.argmax())
+        shown = [round(logprob, 4) for logprob in logprobs_RK[index].tolist()]
         raise DataError(
-            f"{row.where}: column {logprobs!r} has no logprobs at token {at}: {found};"
+            f"{row.where}: column {logprobs!r} has no logprobs at token {index}: {shown};"
             " expected finite numbers of at most 0, whose probabilities sum to at most 1"
         )
     sorted_RK = np.sort(ids_RK, axis=1)
     twice_R = (sorted_RK[:, 1:] == sorted_RK[:, :-1]).any(axis=1)
     if (ids_RK < 0).any() or twice_R.any():
-        at = int(((ids_RK < 0).any(axis=1) | twice_R).argmax())
+        index = int(((ids_RK < 0).any(axis=1) | twice_R).argmax())
         raise DataError(
-            f"{row.where}: column {ids!r} has {ids_RK[at].tolist()} at token {at}, expected different ids of at least 0"
+            f"{row.where}: column {ids!r} has {ids_RK[index].tolist()} at token {index},"
+            " expected different ids of at least 0"
         )
     return ids_RK, logprobs_RK
 
@@ -75,7 +76,7 @@ def with_stored(
     """Sequences of rows with their stored support. Raises `DataError` with the row and the column."""
     check_stored(rows, ids, logprobs)
     by_id = {row.id: row for row in rows}
-    found = []
+    extended = []
     for sequence in sequences:
         row = by_id[sequence.id]
         ids_RK, logprobs_RK = support_of(row, rows, ids, logprobs)
@@ -92,23 +93,23 @@ def with_stored(
         gather_ids = np.zeros((len(sequence), ids_RK.shape[1]), dtype=np.int64)
         teacher_logprobs = np.zeros(gather_ids.shape, dtype=np.float32)
         gather_ids[sequence.loss_mask], teacher_logprobs[sequence.loss_mask] = ids_RK, logprobs_RK
-        found.append(replace(sequence, gather_ids=gather_ids, teacher_logprobs=teacher_logprobs))
-    return found
+        extended.append(replace(sequence, gather_ids=gather_ids, teacher_logprobs=teacher_logprobs))
+    return extended
 
 
 def _matrix(row: Row, column: str, dtype: type[np.generic]) -> Any:
     """A column as an array `[R, K]`."""
     value: Sequence[Sequence[float]] | None = row.values.get(column)
     try:
-        sizes = {len(each) for each in value or ()}
-        found = np.asarray(value)
+        sizes = {len(entries) for entries in value or ()}
+        matrix = np.asarray(value)
     except (TypeError, ValueError):
-        sizes, found = set(), np.zeros(0)
+        sizes, matrix = set(), np.zeros(0)
     kinds = "iu" if dtype is np.int64 else "fiu"
-    if len(sizes) != 1 or 0 in sizes or found.ndim != 2 or found.dtype.kind not in kinds:
+    if len(sizes) != 1 or 0 in sizes or matrix.ndim != 2 or matrix.dtype.kind not in kinds:
         shape = f"lists of {', '.join(map(str, sorted(sizes)))} values" if len(sizes) > 1 else f"{value!r:.60}"
         what = "ids" if dtype is np.int64 else "logprobs"
         raise DataError(
             f"{row.where}: column {column!r} has {shape}, expected a list with K {what} for each token of the response"
         )
-    return found.astype(dtype)
+    return matrix.astype(dtype)

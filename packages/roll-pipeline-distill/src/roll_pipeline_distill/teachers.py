@@ -80,7 +80,7 @@ class Teachers:
         for sequence, role in zip(sequences, roles, strict=True):
             self._check_tokens(sequence, "actor_train" if config.teacher_samples else role)
         if config.teacher_samples:
-            return [_sampled_from_teacher(each) for each in sequences]
+            return [_sampled_from_teacher(sequence) for sequence in sequences]
         want = WantedOutputs(temperature=config.temperature, masked_only=True)
         asked = list(without_experts(sequences))
         if config.kd_support == "student_topk":
@@ -88,8 +88,8 @@ class Teachers:
             mine = await run.train_role("actor_train").score(sequences, replace(want, topk=config.logits_topk + more))
             support = zip(asked, mine.topk_ids or (), roles, strict=True)
             asked = [
-                replace(each, gather_ids=np.take_along_axis(ids, self._shared(ids, role), 1))
-                for each, ids, role in support
+                replace(sequence, gather_ids=np.take_along_axis(ids, self._shared(ids, role), 1))
+                for sequence, ids, role in support
             ]
             want = replace(want, gathered=True, topk=config.logits_topk)
         elif config.kd_support == "teacher_topk":
@@ -97,16 +97,16 @@ class Teachers:
         elif config.kd_support == "full":
             want = replace(want, hidden=True)
         else:
-            asked = [replace(each, gather_ids=each.tokens[:, None]) for each in asked]
+            asked = [replace(sequence, gather_ids=sequence.tokens[:, None]) for sequence in asked]
             want = replace(want, gathered=True)
         by_role: dict[str, list[int]] = {}
-        for at, role in enumerate(roles):
-            by_role.setdefault(role, []).append(at)
+        for index, role in enumerate(roles):
+            by_role.setdefault(role, []).append(index)
 
         overlaps: dict[int, torch.Tensor] = {}
 
         async def score(role: str, places: Sequence[int]) -> None:
-            shown = [self._in_context(asked[at], sources[at]) for at in places]
+            shown = [self._in_context(asked[index], sources[index]) for index in places]
             more = self._num_more_ids(role, "actor_train") if config.kd_support == "teacher_topk" else 0
             topk = want.topk + more
             if config.served_teachers:
@@ -116,18 +116,18 @@ class Teachers:
                 scored = await run.train_role(role).score(shown, replace(want, base=base, ema=ema, topk=topk))
             if more:
                 scored = self._of_the_student(scored)
-            for index, at in enumerate(places):
-                outputs = _TeacherOutputs.of(scored, index, asked[at], shown[index])
-                asked[at] = outputs.added_to(asked[at])
+            for row, index in enumerate(places):
+                outputs = _TeacherOutputs.of(scored, row, asked[index], shown[row])
+                asked[index] = outputs.added_to(asked[index])
                 if config.kd_support == "student_topk" and outputs.topk_ids is not None:
-                    overlaps[at] = _overlap(asked[at], outputs.topk_ids)
+                    overlaps[index] = _overlap(asked[index], outputs.topk_ids)
 
         await asyncio.gather(*(score(role, places) for role, places in by_role.items()))
         if overlaps:
-            run.log({"distillation/overlap": float(torch.cat([overlaps[at] for at in sorted(overlaps)]).mean())})
+            run.log({"distillation/overlap": float(torch.cat([overlaps[index] for index in sorted(overlaps)]).mean())})
         return [
-            replace(each, **{name: getattr(taught, name) for name in TAUGHT})
-            for each, taught in zip(sequences, asked, strict=True)
+            replace(sequence, **{name: getattr(taught, name) for name in TAUGHT})
+            for sequence, taught in zip(sequences, asked, strict=True)
         ]
 
     def _num_more_ids(self, role: str, other: str) -> int:
@@ -144,11 +144,14 @@ class Teachers:
     def _of_the_student(self, scored: ScoredSequences) -> ScoredSequences:
         """The teacher's most likely tokens among those that the student's vocabulary has."""
         ids, logprobs = scored.topk_ids or [], scored.topk_logprobs or []
-        chosen = [self._shared(each, "actor_train") for each in ids]
+        chosen = [self._shared(ids_of_sequence, "actor_train") for ids_of_sequence in ids]
         return replace(
             scored,
-            topk_ids=[np.take_along_axis(each, at, 1) for each, at in zip(ids, chosen, strict=True)],
-            topk_logprobs=[np.take_along_axis(each, at, 1) for each, at in zip(logprobs, chosen, strict=True)],
+            topk_ids=[np.take_along_axis(row_ids, columns, 1) for row_ids, columns in zip(ids, chosen, strict=True)],
+            topk_logprobs=[
+                np.take_along_axis(row_logprobs, columns, 1)
+                for row_logprobs, columns in zip(logprobs, chosen, strict=True)
+            ],
         )
 
     def _check_tokens(self, sequence: TrainSequence, role: str) -> None:
@@ -193,26 +196,26 @@ async def _served(run: Run, role: str, sequences: Sequence[TrainSequence], *, to
     once = SamplingParams(max_new_tokens=1)
     requests = [
         GenerateRequest(
-            id=f"{each.id}/teacher", prompt_ids=each.tokens, params=once, prompt_logprobs=True, prompt_topk=topk
+            id=f"{sequence.id}/teacher", prompt_ids=sequence.tokens, params=once, prompt_logprobs=True, prompt_topk=topk
         )
-        for each in sequences
+        for sequence in sequences
     ]
     completions = await run.infer_role(role).generate(requests)
     if topk:
-        tops = _returned(run, role, "prompt_topk", [each.prompt_topk for each in completions])
-        return ScoredSequences(topk_ids=[each.ids for each in tops], topk_logprobs=[each.logprobs for each in tops])
-    logprobs = _returned(run, role, "prompt_logprobs", [each.prompt_logprobs for each in completions])
-    return ScoredSequences(gathered_logprobs=[each[:, None] for each in logprobs])
+        tops = _returned(run, role, "prompt_topk", [completion.prompt_topk for completion in completions])
+        return ScoredSequences(topk_ids=[top.ids for top in tops], topk_logprobs=[top.logprobs for top in tops])
+    logprobs = _returned(run, role, "prompt_logprobs", [completion.prompt_logprobs for completion in completions])
+    return ScoredSequences(gathered_logprobs=[values[:, None] for values in logprobs])
 
 
-def _returned(run: Run, role: str, name: str, found: Sequence[T | None]) -> list[T]:
+def _returned(run: Run, role: str, name: str, results: Sequence[T | None]) -> list[T]:
     """What an engine returned of a prompt. Raises `InvalidCompletionError` if a completion lacks it."""
-    kept = [each for each in found if each is not None]
-    if len(kept) < len(found):
-        given = run.config.roles()[role].strategy_args
-        strategy = given.strategy_name if given is not None else ""
+    present = [result for result in results if result is not None]
+    if len(present) < len(results):
+        strategy_args = run.config.roles()[role].strategy_args
+        strategy = strategy_args.strategy_name if strategy_args is not None else ""
         raise InvalidCompletionError(f"{role}: strategy {strategy} returned no {name}, although it declares it")
-    return kept
+    return present
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +236,15 @@ class _TeacherOutputs:
         def moved(rows: Sequence[Any] | None) -> Any:
             if rows is None:
                 return None
-            found = rows[index]
+            row = rows[index]
             if shown is sequence:
-                return found
-            return np.concatenate([np.zeros((start, *found.shape[1:]), dtype=found.dtype), found[start + more :]])
+                return row
+            return np.concatenate(
+                [
+                    np.zeros((start, *row.shape[1:]), dtype=row.dtype),
+                    row[start + more :],
+                ]
+            )
 
         return cls(
             moved(scored.topk_ids), moved(scored.topk_logprobs), moved(scored.gathered_logprobs), moved(scored.hidden)

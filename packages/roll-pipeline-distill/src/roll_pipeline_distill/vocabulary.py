@@ -35,9 +35,9 @@ def _read(file: Path, changed: int) -> Vocabulary | None:
     """Vocabulary in a file that was last changed at this time."""
     try:
         stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        found = stored["model"]["vocab"]
-        pairs = found.items() if isinstance(found, dict) else ((token, at) for at, (token, _) in enumerate(found))
-        return {**dict(pairs), **{each["content"]: each["id"] for each in stored.get("added_tokens", ())}}
+        vocab = stored["model"]["vocab"]
+        pairs = vocab.items() if isinstance(vocab, dict) else ((token, index) for index, (token, _) in enumerate(vocab))
+        return {**dict(pairs), **{token["content"]: token["id"] for token in stored.get("added_tokens", ())}}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -46,8 +46,8 @@ def vocabulary_size(model: ModelArguments, pretrain: str | None) -> int | None:
     """Number of ids of a model; None if its config is not local."""
     keys: Mapping[str, Any] = model_keys(model.model_dump(), pretrain)
     text = keys.get("text_config")
-    found = keys.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return found if isinstance(found, int) else None
+    size = keys.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
 
 
 def hub_vocabulary_size(path: str, *, trust_remote_code: bool) -> int | None:
@@ -64,18 +64,18 @@ def hub_vocabulary_size(path: str, *, trust_remote_code: bool) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def difference(own: Vocabulary | None, theirs: Vocabulary | None, own_size: int | None, their_size: int | None) -> str:
+def difference(ours: Vocabulary | None, theirs: Vocabulary | None, own_size: int | None, their_size: int | None) -> str:
     """Why a teacher's vocabulary differs from the student's; empty if it does not, as far as is known.
 
     Equal tokenizers may have padded vocabularies of different sizes, so sizes count only without a tokenizer.
     """
-    if own is not None and theirs is not None:
-        if own == theirs:
+    if ours is not None and theirs is not None:
+        if ours == theirs:
             return ""
-        token, number = min(own.items() ^ theirs.items())
-        whose = "the student" if own.get(token) == number else "the teacher"
+        token, number = min(ours.items() ^ theirs.items())
+        whose = "the student" if ours.get(token) == number else "the teacher"
         return (
-            f"its tokenizer has {len(theirs)} tokens and differs from the student's {len(own)}: only {whose} has token"
+            f"its tokenizer has {len(theirs)} tokens and differs from the student's {len(ours)}: only {whose} has token"
             f" {token!r} with id {number}"
         )
     if None not in (own_size, their_size) and own_size != their_size:

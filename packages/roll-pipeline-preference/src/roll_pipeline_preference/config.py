@@ -221,8 +221,8 @@ class PreferenceConfig(RewardRunConfig):
     @classmethod
     @override
     def check_rows(cls, key: str, rows: Rows, data: DataArguments, values: Mapping[Any, Any]) -> None:
-        given = values.get("loss_type", "sigmoid")
-        names = given if isinstance(given, list) else [given]
+        loss_type = values.get("loss_type", "sigmoid")
+        names = loss_type if isinstance(loss_type, list) else [loss_type]
         labelled = any(name in LABELLED for name in names)
         if key == "actor_train" or {data.chosen, data.rejected, data.label} & set(rows.columns):
             _check_preferences(rows, data, labelled=labelled)
@@ -248,8 +248,8 @@ class PreferenceConfig(RewardRunConfig):
     def weights(self) -> dict[str, float]:
         """Weight of each term of the objective, by name."""
         weights = self.loss_weights or [1.0] * len(self.loss_type)
-        found: dict[str, float] = dict(zip(self.loss_type, weights, strict=True))
-        return found if "sft" in found or not WITH_SFT & found.keys() else found | {"sft": 1.0}
+        by_term: dict[str, float] = dict(zip(self.loss_type, weights, strict=True))
+        return by_term if "sft" in by_term or not WITH_SFT & by_term.keys() else by_term | {"sft": 1.0}
 
 
 class RewardModelConfig(RunConfig):

@@ -67,13 +67,13 @@ def encode_pairs(
     for row in rows:
         prompt, *responses = pair_of(row, data, rows)
         value = margin_of(row, margin, rows) if margin is not None else 0.0
-        found: list[tuple[Any, Any] | None] = []
+        encoded: list[tuple[Any, Any] | None] = []
         for response in responses:
-            found.append(encode(row, prompt, response))
-            if found[-1] is None:
+            encoded.append(encode(row, prompt, response))
+            if encoded[-1] is None:
                 break  # the pair is dropped, and counted once
-        if encode.keeps(row, found):
-            (tokens, mask), (other, other_mask) = (each for each in found if each is not None)
+        if encode.keeps(row, encoded):
+            (tokens, mask), (other, other_mask) = (pair for pair in encoded if pair is not None)
             sequences.append(_sequence(f"{row.id}/chosen", tokens, mask, chosen=True, margin=value))
             sequences.append(_sequence(f"{row.id}/rejected", other, other_mask, chosen=False))
     report_counts("pairs", rows, encode.counts)
@@ -105,10 +105,10 @@ def encode_labelled(
             prompt, response, label = labelled_of(row, data, rows)
             labelled = [("", response, label)]
         for suffix, response, desirable in labelled:
-            found = encode(row, prompt, response)
-            if found is not None and encode.keeps(row, [found]):
-                sequences.append(_sequence(f"{row.id}{suffix}", *found, chosen=desirable, counted=True))
-    num_desirable = sum(DESIRABLE in each.streams for each in sequences)
+            encoded = encode(row, prompt, response)
+            if encoded is not None and encode.keeps(row, [encoded]):
+                sequences.append(_sequence(f"{row.id}{suffix}", *encoded, chosen=desirable, counted=True))
+    num_desirable = sum(DESIRABLE in sequence.streams for sequence in sequences)
     if num_desirable in (0, len(sequences)):
         word = str(num_desirable > 0).lower()
         log.warning("%s and all other rows have label %s, but the loss compares responses of both", rows[0].where, word)
@@ -122,8 +122,8 @@ def mismatched(sequences: Sequence[TrainSequence], where: str) -> list[TrainSequ
     The pairing depends only on the data, not on batches. Raises `DataError`, which names the rows' place `where`, if
     all sequences have the same prompt.
     """
-    starts = [int(each.loss_mask.argmax()) for each in sequences]
-    prompts = [each.tokens[:start].tobytes() for each, start in zip(sequences, starts, strict=True)]
+    starts = [int(sequence.loss_mask.argmax()) for sequence in sequences]
+    prompts = [sequence.tokens[:start].tobytes() for sequence, start in zip(sequences, starts, strict=True)]
     count = len(sequences)
     if len(set(prompts)) < 2:
         raise DataError(
@@ -131,8 +131,8 @@ def mismatched(sequences: Sequence[TrainSequence], where: str) -> list[TrainSequ
             " add rows, or use loss_type: apo_zero_unpaired"
         )
     partner = [0] * count
-    for at in reversed(range(2 * count)):  # twice around: the last ones find theirs at the beginning
-        i, following = at % count, (at + 1) % count
+    for index in reversed(range(2 * count)):  # twice around: the last ones find theirs at the beginning
+        i, following = index % count, (index + 1) % count
         partner[i] = following if prompts[i] != prompts[following] else partner[following]
     return [
         TrainSequence(
@@ -166,7 +166,7 @@ class _PreferenceEncoder:
         Raises `DataError` for the first row with messages if the tokenizer has no chat template.
         """
         columns = (self.data.prompt, self.data.chosen, self.data.rejected, self.data.response)
-        if not self.chats and any(isinstance(row.values.get(each), list) for each in columns):
+        if not self.chats and any(isinstance(row.values.get(column), list) for column in columns):
             self.encoder, self.chats = Encoder(self.tokenizer, self.data, chats=True), True
         if any(message.get("weight") == 0 for message in response):
             raise DataError(
@@ -188,10 +188,10 @@ class _PreferenceEncoder:
             self.counts.truncated_responses += 1
         return tokens[:end], mask[:end]
 
-    def keeps(self, row: Row, found: Sequence[tuple[Any, Any] | None]) -> bool:
+    def keeps(self, row: Row, responses: Sequence[tuple[Any, Any] | None]) -> bool:
         """Count the row, and return True if all its responses were encoded and differ."""
-        encoded = [each for each in found if each is not None]
-        if len(encoded) < len(found):
+        encoded = [response for response in responses if response is not None]
+        if len(encoded) < len(responses):
             return False
         if len(encoded) == 2:
             (tokens, mask), (other, other_mask) = encoded

@@ -57,9 +57,9 @@ class Preferences:
     def batch(self, units: Iterable[int]) -> list[TrainSequence]:
         """Sequences of these units, numbered within the batch."""
         return [
-            replace(self.sequences[self.size * unit + at], group=number, unit=number)
+            replace(self.sequences[self.size * unit + index], group=number, unit=number)
             for number, unit in enumerate(units)
-            for at in range(self.size)
+            for index in range(self.size)
         ]
 
 
@@ -97,8 +97,10 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
             for rows in (self.rows, self.held_out) if self.held_out is not None else (self.rows,):
                 every = [*rows.sequences, *rows.mismatched]
                 with run.stage("reference logprobs"):
-                    found = await cached_logprobs(self.config, model, every)
-                rows.references = {each.id: logprobs for each, logprobs in zip(every, found, strict=True)}
+                    logprobs_of_rows = await cached_logprobs(self.config, model, every)
+                rows.references = {
+                    sequence.id: logprobs for sequence, logprobs in zip(every, logprobs_of_rows, strict=True)
+                }
 
     @override
     async def step(self, run: Run) -> None:
@@ -145,7 +147,7 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
         """The preference losses, and the nll of chosen responses, which is reported or trained on (`sft`)."""
         config = self.config
         losses = {name: weight for name, weight in config.weights.items() if name != "sft"}
-        params = PreferenceParams(**{each.name: getattr(config, each.name) for each in fields(PreferenceParams)})
+        params = PreferenceParams(**{field.name: getattr(config, field.name) for field in fields(PreferenceParams)})
         term = PreferenceTerm(
             losses=losses,
             params=params,
@@ -164,14 +166,16 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
         self, run: Run, rows: Preferences, sequences: Sequence[TrainSequence]
     ) -> list[TrainSequence]:
         """The sequences of `rows` with the reference's logprobs."""
-        found = await self._reference_logprobs(run, rows, sequences)
-        return [replace(each, ref_logprobs=logprobs) for each, logprobs in zip(sequences, found, strict=True)]
+        references = await self._reference_logprobs(run, rows, sequences)
+        return [
+            replace(sequence, ref_logprobs=logprobs) for sequence, logprobs in zip(sequences, references, strict=True)
+        ]
 
     async def _reference_logprobs(
         self, run: Run, rows: Preferences, sequences: Sequence[TrainSequence]
     ) -> list[Floats]:
         if rows.references:
-            return [rows.references[each.id] for each in sequences]
+            return [rows.references[sequence.id] for sequence in sequences]
         if self.config.reference is not None:
             return await logprobs_of(run.train_role("reference"), sequences)
         return await logprobs_of(run.train_role("actor_train"), sequences, base=True)
@@ -183,8 +187,8 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
         policy = await logprobs_of(run.train_role("actor_train"), sequences)
         reference = await self._reference_logprobs(run, rows, sequences)
         ratios = [
-            float((mine - other)[each.loss_mask].sum(dtype="float64"))
-            for each, mine, other in zip(sequences, policy, reference, strict=True)
+            float((mine - other)[sequence.loss_mask].sum(dtype="float64"))
+            for sequence, mine, other in zip(sequences, policy, reference, strict=True)
         ]
         return max(0.0, math.fsum(ratios) / len(ratios))
 
@@ -194,8 +198,8 @@ class PreferencePipeline(Pipeline[PreferenceConfig]):
         if self.config.uses_reference:
             if not rows.references:  # the reference does not change: its logprobs are computed once
                 every = [*rows.sequences, *rows.mismatched]
-                found = await self._reference_logprobs(run, rows, every)
-                rows.references = {each.id: logprobs for each, logprobs in zip(every, found, strict=True)}
+                references = await self._reference_logprobs(run, rows, every)
+                rows.references = {sequence.id: logprobs for sequence, logprobs in zip(every, references, strict=True)}
             batch = await self._with_reference(run, rows, batch)
             kl = await self._kl(run, rows, rows.mismatched)
         logprobs = await logprobs_of(run.train_role("actor_train"), batch)
@@ -222,5 +226,5 @@ def held_out_metrics(
         return None if arrays is None else torch.from_numpy(np.concatenate(arrays))
 
     (micro,) = pack(batch)
-    found = objective(TokenOutputs(logprobs_T=flat(logprobs), values_T=flat(values)), micro)
-    return {f"val/{name}": float(value) for name, value in found.metrics.items()}
+    output = objective(TokenOutputs(logprobs_T=flat(logprobs), values_T=flat(values)), micro)
+    return {f"val/{name}": float(value) for name, value in output.metrics.items()}

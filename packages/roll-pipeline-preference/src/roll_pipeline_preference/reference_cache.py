@@ -39,12 +39,14 @@ async def cached_logprobs(
     """
     folder = Path(config.output_dir) / "reference_logprobs"
     file = folder / f"{_key(config, sequences)}.npy"
-    lengths = [int(each.loss_mask.sum()) for each in sequences]
+    lengths = [int(sequence.loss_mask.sum()) for sequence in sequences]
     flat = _read(file, sum(lengths))
     if flat is None:
         scored = await model.score(sequences, WantedOutputs(logprobs=True, masked_only=True))
-        own = zip(scored.logprobs or (), sequences, strict=True)
-        flat = np.concatenate([logprobs[each.loss_mask] for logprobs, each in own]).astype(np.float32)
+        scored_sequences = zip(scored.logprobs or (), sequences, strict=True)
+        flat = np.concatenate([logprobs[sequence.loss_mask] for logprobs, sequence in scored_sequences]).astype(
+            np.float32
+        )
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}.npy")
         np.save(partial, flat)
@@ -52,11 +54,11 @@ async def cached_logprobs(
         log.info("reference logprobs of %d sequences: written to %s", len(sequences), file)
     else:
         log.info("reference logprobs of %d sequences: read from %s", len(sequences), file)
-    found = []
-    for each, part in zip(sequences, np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
-        found.append(np.zeros(len(each), dtype=np.float32))
-        found[-1][each.loss_mask] = part
-    return found
+    logprobs = []
+    for sequence, part in zip(sequences, np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
+        logprobs.append(np.zeros(len(sequence), dtype=np.float32))
+        logprobs[-1][sequence.loss_mask] = part
+    return logprobs
 
 
 def _read(file: Path, count: int) -> Floats | None:
@@ -71,15 +73,15 @@ def _read(file: Path, count: int) -> Floats | None:
     if flat.dtype != np.float32 or flat.shape != (count,) or not (np.isfinite(flat) & (flat <= MAX_LOGPROB)).all():
         log.warning("%s is damaged and is written again: expected %d finite float32 logprobs", file, count)
         return None
-    found: Floats = flat
-    return found
+    cached: Floats = flat
+    return cached
 
 
 def _key(config: PreferenceConfig, sequences: Sequence[TrainSequence]) -> str:
     digest = hashlib.sha256(json.dumps(_model(config), sort_keys=True).encode())
-    for each in sequences:
-        digest.update(each.tokens.astype(np.int64).tobytes())
-        digest.update(each.loss_mask.tobytes())
+    for sequence in sequences:
+        digest.update(sequence.tokens.astype(np.int64).tobytes())
+        digest.update(sequence.loss_mask.tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -88,7 +90,7 @@ def _model(config: PreferenceConfig) -> list[Any]:
     args = config.actor_train.model_args
     source = args.model_name_or_path or (None if args.random_init else config.pretrain)
     folder = None if source is None else _folder(source)
-    files = [(each.name, each.stat()) for each in sorted(folder.iterdir())] if folder is not None else []
+    files = [(file.name, file.stat()) for file in sorted(folder.iterdir())] if folder is not None else []
     return [
         source if folder is None else str(folder),
         [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files],

@@ -47,7 +47,7 @@ def pair_of(row: Row, data: DataArguments, rows: Rows) -> tuple[list[Message], l
     """
     chosen, rejected = (_conversation(row, column, data, rows) for column in (data.chosen, data.rejected))
     pairs = zip(chosen, rejected, strict=False)
-    shared = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    shared = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
     if chosen == rejected:
         raise DataError(
             f"{row.where}: columns {data.chosen!r} and {data.rejected!r} have the same response: remove the row"
@@ -65,16 +65,16 @@ def pair_of(row: Row, data: DataArguments, rows: Rows) -> tuple[list[Message], l
 def labelled_of(row: Row, data: DataArguments, rows: Rows) -> tuple[list[Message], list[Message], bool]:
     """Messages of the prompt and of the response, and True if the response is desirable. Raises `DataError`."""
     need_column(data.label, rows)
-    given = row.values.get(data.label)
-    label = LABELS.get(str(given).lower())
+    value = row.values.get(data.label)
+    label = LABELS.get(str(value).lower())
     if label is None:
-        raise DataError(f"{row.where}: column {data.label!r} has {given!r}, expected true or false")
+        raise DataError(f"{row.where}: column {data.label!r} has {value!r}, expected true or false")
     if data.messages is not None:
         messages = messages_of(row, data, rows, response=True)
         _need_text(messages, row, data.messages)
         return messages[:-1], messages[-1:], label
     messages = _conversation(row, data.response, data, rows)
-    turns = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     return messages[: turns[-1]], messages[turns[-1] :], label
 
 
@@ -87,8 +87,11 @@ def _conversation(row: Row, column: str, data: DataArguments, rows: Rows) -> lis
         raise DataError(f"{row.where}: query: {data.query} follows a prompt's text, but the row has messages")
     as_chat = data.model_copy(update={"messages": source})
     if isinstance(row.values.get(column), list):
-        own = data.model_copy(update={"messages": column, "system": None if prompt_is_chat else data.system})
-        messages = [*(stored_messages(row, as_chat, rows) if prompt_is_chat else ()), *stored_messages(row, own, rows)]
+        column_data = data.model_copy(update={"messages": column, "system": None if prompt_is_chat else data.system})
+        messages = [
+            *(stored_messages(row, as_chat, rows) if prompt_is_chat else ()),
+            *stored_messages(row, column_data, rows),
+        ]
     else:
         prompt = messages_of(row, as_chat if prompt_is_chat else data, rows, response=False)
         messages = [*prompt, {"role": "assistant", "content": text_of(row, column, rows)}]

@@ -76,9 +76,9 @@ class PreferenceTerm:
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Compute this microbatch's share."""
         logprobs_T = _masked(outputs.logprobs_T, micro, "logprobs")
-        found, metrics = (self._labelled if self.labelled else self._pairs)(logprobs_T, outputs, micro)
+        losses, metrics = (self._labelled if self.labelled else self._pairs)(logprobs_T, outputs, micro)
         count = max(micro.totals.groups, 1)
-        shares = {name: loss.sum() / count for name, loss in found.items()}
+        shares = {name: loss.sum() / count for name, loss in losses.items()}
         if len(shares) > 1:
             metrics |= {f"loss/{name}": share.detach() for name, share in shares.items()}
         loss = sum((self.losses[name] * share for name, share in shares.items()), 0.0 * logprobs_T.sum())
@@ -92,7 +92,8 @@ class PreferenceTerm:
         logps_S = _sums(weights_T * logprobs_T, micro)
         ratios_S = _sums(weights_T * (logprobs_T - self._reference(micro)), micro) if self.reference else logps_S
         chosen, rejected = (
-            Responses(logps_P=logps_S[at::2], ratios_P=ratios_S[at::2], lengths_P=lengths_S[at::2]) for at in (0, 1)
+            Responses(logps_P=logps_S[first::2], ratios_P=ratios_S[first::2], lengths_P=lengths_S[first::2])
+            for first in (0, 1)
         )
         pair_weights_P = self._pair_weights(logprobs_T, outputs, micro, lengths_S) if self.use_weighting else 1.0
         losses = {name: pair_weights_P * PAIR_LOSSES[name](chosen, rejected, self.params) for name in self.losses}
@@ -202,5 +203,5 @@ def _sums(values_T: Tensor, micro: MicroBatch) -> Tensor:
 
 def _stream(micro: MicroBatch, name: str) -> Tensor:
     """Weights of a stream, `[T]`; 0 if no sequence of the step has it."""
-    found = micro.streams.get(name)
-    return torch.zeros_like(micro.loss_mask_T, dtype=torch.float32) if found is None else found
+    stream = micro.streams.get(name)
+    return torch.zeros_like(micro.loss_mask_T, dtype=torch.float32) if stream is None else stream

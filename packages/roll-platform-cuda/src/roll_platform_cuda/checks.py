@@ -40,26 +40,26 @@ def driver(_: CheckContext) -> Iterator[CheckResult]:
         remedy = "install NVIDIA's driver; in a container: docker run --gpus all"
         yield CheckResult(level="error", found=f"no driver ({error})", wanted="a driver", remedy=remedy)
         return
-    found = f"driver {seen.driver}, for CUDA up to {dotted(seen.cuda)}"
+    status = f"driver {seen.driver}, for CUDA up to {dotted(seen.cuda)}"
     build = torch_build()
     built = parse(build.cuda) if build is not None else None
     if built is None:
-        wanted = f"CUDA {dotted(CUDA)} or newer"
+        expected = f"CUDA {dotted(CUDA)} or newer"
         good = seen.cuda >= CUDA
         remedy = "" if good else "install a newer driver"
-        yield CheckResult(level="ok" if good else "warning", found=found, wanted=wanted, remedy=remedy)
+        yield CheckResult(level="ok" if good else "warning", found=status, wanted=expected, remedy=remedy)
         return
     level = "ok" if seen.cuda >= built else compared(seen.cuda, built)
     remedy = f"install a newer driver, or a torch for CUDA {dotted(seen.cuda)}"
-    wanted = f"CUDA {dotted(built)}, which torch was built for"
-    yield CheckResult(level=level, found=found, wanted=wanted, remedy="" if level == "ok" else remedy)
+    expected = f"CUDA {dotted(built)}, which torch was built for"
+    yield CheckResult(level=level, found=status, wanted=expected, remedy="" if level == "ok" else remedy)
     if built < CUDA:
         remedy = f"install a torch for CUDA {dotted(CUDA)} or newer, and a newer driver if that torch requires it"
-        found, wanted = (
+        status, expected = (
             f"torch was built for CUDA {dotted(built)}",
             f"CUDA {dotted(CUDA)} or newer, like engines",
         )
-        yield CheckResult(level="warning", subject="torch", found=found, wanted=wanted, remedy=remedy)
+        yield CheckResult(level="warning", subject="torch", found=status, wanted=expected, remedy=remedy)
 
 
 def toolkit(_: CheckContext) -> Iterator[CheckResult]:
@@ -68,27 +68,27 @@ def toolkit(_: CheckContext) -> Iterator[CheckResult]:
     nvcc = shutil.which("nvcc", path=str(Path(home) / "bin")) if home else shutil.which("nvcc")
     build = torch_build()
     built = parse(build.cuda) if build is not None else None
-    wanted = f"CUDA {dotted(built)}, like torch" if built is not None else ""
+    expected = f"CUDA {dotted(built)}, like torch" if built is not None else ""
     right = f"the toolkit of CUDA {dotted(built)}" if built is not None else "a CUDA toolkit"
     if nvcc is None and home:
         remedy = f"set CUDA_HOME to the folder of {right}, or unset it"
-        found = f"CUDA_HOME={home} has no bin/nvcc"
-        yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
+        status = f"CUDA_HOME={home} has no bin/nvcc"
+        yield CheckResult(level="warning", found=status, wanted=expected, remedy=remedy)
         return
     if nvcc is None:
-        yield CheckResult(level="note", found="no nvcc; it is needed only to compile kernels", wanted=wanted)
+        yield CheckResult(level="note", found="no nvcc; it is needed only to compile kernels", wanted=expected)
         return
     output = output_of([nvcc, "--version"])
     match = re.search(r"release (\d{1,3})\.(\d{1,3})\b", output)
     if match is None:
-        found = f"{nvcc} --version prints no version: {' '.join(output.split())[:80] or 'no output'}"
+        status = f"{nvcc} --version prints no version: {' '.join(output.split())[:80] or 'no output'}"
         remedy = f"reinstall {right}, or set CUDA_HOME to another one"
-        yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
+        yield CheckResult(level="warning", found=status, wanted=expected, remedy=remedy)
         return
     version = (int(match[1]), int(match[2]))
     level: Level = compared(version, built) if built is not None else "ok"
     remedy = "" if level == "ok" else f"install {right}, and set CUDA_HOME to its folder"
-    yield CheckResult(level=level, found=f"CUDA {dotted(version)} ({nvcc})", wanted=wanted, remedy=remedy)
+    yield CheckResult(level=level, found=f"CUDA {dotted(version)} ({nvcc})", wanted=expected, remedy=remedy)
 
 
 def libraries(_: CheckContext) -> Iterator[CheckResult]:
@@ -102,8 +102,12 @@ def libraries(_: CheckContext) -> Iterator[CheckResult]:
         return  # roll-core's own check reports it
     needs = [Requirement(text) for text in texts if text.startswith("nvidia-")]
     for library in LIBRARIES:
-        found = [each for each in needs if each.name.startswith(f"nvidia-{library}")]
-        active = [each for each in found if each.marker is None or each.marker.evaluate({"extra": ""})]
+        requirements = [requirement for requirement in needs if requirement.name.startswith(f"nvidia-{library}")]
+        active = [
+            requirement
+            for requirement in requirements
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ]
         if not active:
             yield CheckResult(
                 level="note", subject=library, found="torch does not require a version and contains its own copy"
@@ -115,16 +119,16 @@ def libraries(_: CheckContext) -> Iterator[CheckResult]:
 def compute_capability(_: CheckContext) -> Iterator[CheckResult]:
     """Check that every device is Pascal or newer; bf16 needs Ampere or newer."""
     for index, device in enumerate(_survey_devices()):
-        subject, found = f"cuda:{index}", f"{device.name}, {dotted(device.capability)}"
-        wanted = f"{dotted(AMPERE)} for bf16, {dotted(PASCAL)} at least"
+        subject, status = f"cuda:{index}", f"{device.name}, {dotted(device.capability)}"
+        expected = f"{dotted(AMPERE)} for bf16, {dotted(PASCAL)} at least"
         if device.capability < PASCAL:
             remedy = "use another device: CUDA_VISIBLE_DEVICES"
-            yield CheckResult(level="error", subject=subject, found=found, wanted=wanted, remedy=remedy)
+            yield CheckResult(level="error", subject=subject, found=status, wanted=expected, remedy=remedy)
         elif device.capability < AMPERE:
             remedy = "set model_args.dtype: fp16 (if the strategy supports it) or fp32"
-            yield CheckResult(level="warning", subject=subject, found=found, wanted=wanted, remedy=remedy)
+            yield CheckResult(level="warning", subject=subject, found=status, wanted=expected, remedy=remedy)
         else:
-            yield CheckResult(level="ok", subject=subject, found=found, wanted=wanted)
+            yield CheckResult(level="ok", subject=subject, found=status, wanted=expected)
 
 
 def arch_list(_: CheckContext) -> Iterator[CheckResult]:
@@ -133,16 +137,16 @@ def arch_list(_: CheckContext) -> Iterator[CheckResult]:
     if not value:
         return
     entries = re.findall(r"(\d{1,3})\.(\d)([af]?)(\+PTX)?", value)
-    for device in dict.fromkeys((each.name, each.capability) for each in _survey_devices()):
+    for device in dict.fromkeys((device.name, device.capability) for device in _survey_devices()):
         name, capability = device
-        found = f"TORCH_CUDA_ARCH_LIST={value}"
+        status = f"TORCH_CUDA_ARCH_LIST={value}"
         if any(
             _runs_on(capability, (int(major), int(minor)), kind, ptx=bool(ptx)) for major, minor, kind, ptx in entries
         ):
-            yield CheckResult(level="ok", subject=name, found=found, wanted=dotted(capability))
+            yield CheckResult(level="ok", subject=name, found=status, wanted=dotted(capability))
         else:
             remedy = f"unset it, or add {dotted(capability)}"
-            yield CheckResult(level="warning", subject=name, found=found, wanted=dotted(capability), remedy=remedy)
+            yield CheckResult(level="warning", subject=name, found=status, wanted=dotted(capability), remedy=remedy)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
@@ -154,11 +158,11 @@ def parse(version: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match is not None else None
 
 
-def compared(found: tuple[int, int], wanted: tuple[int, int]) -> Level:
+def compared(installed: tuple[int, int], expected: tuple[int, int]) -> Level:
     """Level of a version mismatch: a different major version is an error, a different minor version a warning."""
-    if found[0] != wanted[0]:
+    if installed[0] != expected[0]:
         return "error"
-    return "ok" if found == wanted else "warning"
+    return "ok" if installed == expected else "warning"
 
 
 def _runs_on(device: tuple[int, int], built: tuple[int, int], kind: str, *, ptx: bool) -> bool:
@@ -183,21 +187,21 @@ def output_of(command: list[str]) -> str:
 
 
 def _library(library: str, need: Requirement) -> CheckResult:
-    wanted = str(need.specifier) or "any version"
+    expected = str(need.specifier) or "any version"
     remedy = install_command(f"{need.name}{need.specifier}")
     try:
         version = importlib.metadata.version(need.name)
     except importlib.metadata.PackageNotFoundError:
-        found = f"{need.name} is not installed"
-        return CheckResult(level="error", subject=library, found=found, wanted=wanted, remedy=remedy)
-    found = f"{need.name} {version}"
+        status = f"{need.name} is not installed"
+        return CheckResult(level="error", subject=library, found=status, wanted=expected, remedy=remedy)
+    status = f"{need.name} {version}"
     floor = FLOORS.get(library)
     if not need.specifier.contains(version, prereleases=True):
-        return CheckResult(level="warning", subject=library, found=found, wanted=wanted, remedy=remedy)
+        return CheckResult(level="warning", subject=library, found=status, wanted=expected, remedy=remedy)
     if floor is not None and (parse(version) or floor) < floor:
         remedy = "install a newer torch, or do not use flash attention"
-        return CheckResult(level="warning", subject=library, found=found, wanted=dotted(floor), remedy=remedy)
-    return CheckResult(level="ok", subject=library, found=found, wanted=wanted)
+        return CheckResult(level="warning", subject=library, found=status, wanted=dotted(floor), remedy=remedy)
+    return CheckResult(level="ok", subject=library, found=status, wanted=expected)
 
 
 def _survey_devices() -> tuple[NvidiaDevice, ...]:

@@ -114,6 +114,6 @@ def _capability(nvml: Any, handle: Any) -> tuple[int, int]:
     try:
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):  # MIG: use the whole device
-        whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
+        full_device = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(full_device)
     return int(major), int(minor)

@@ -83,7 +83,7 @@ class CudaPlatform(Platform):
             return f"{dtype} is not a supported model dtype: use {', '.join(FLOORS)}"
         for device in _usable()[0]:
             if device.capability < floor:
-                able = [each for each, least in FLOORS.items() if device.capability >= least]
+                able = [dtype_name for dtype_name, least in FLOORS.items() if device.capability >= least]
                 way_out = f"use {' or '.join(able)}" if able else "this device is too old"
                 return (
                     f"{dtype} needs compute capability {dotted(floor)}, but {device.name} has"
@@ -138,4 +138,4 @@ def _counted(devices: Sequence[NvidiaDevice]) -> str:
     """Describe devices, with equal ones grouped: `8 × NVIDIA H100 (…)`."""
     # Used memory differs between devices; it is not part of `str(device)`, so equal devices group.
     shown = [str(device) for device in devices]
-    return ", ".join(f"{shown.count(each)} × {each}" for each in dict.fromkeys(shown))
+    return ", ".join(f"{shown.count(name)} × {name}" for name in dict.fromkeys(shown))

@@ -20,12 +20,12 @@ SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 def cann(_: CheckContext) -> Iterator[CheckResult]:
     """Check that CANN's set_env.sh was sourced; without it torch-npu does not find its libraries."""
     homes = {name: os.environ[name] for name in HOMES if os.environ.get(name)}
-    wanted = f"{HOMES[0]}, which CANN's set_env.sh sets"
+    expected = f"{HOMES[0]}, which CANN's set_env.sh sets"
     if not homes:
-        yield CheckResult(level="error", found="CANN's variables are not set", wanted=wanted, remedy=SET_ENV)
+        yield CheckResult(level="error", found="CANN's variables are not set", wanted=expected, remedy=SET_ENV)
     for name, home in homes.items():
         if Path(home).is_dir():
-            yield CheckResult(level="ok", found=f"{name}={home}", wanted=wanted)
+            yield CheckResult(level="ok", found=f"{name}={home}", wanted=expected)
         else:
-            found = f"{name}={home}, which is not a directory"
-            yield CheckResult(level="error", found=found, wanted=wanted, remedy=SET_ENV)
+            status = f"{name}={home}, which is not a directory"
+            yield CheckResult(level="error", found=status, wanted=expected, remedy=SET_ENV)

@@ -26,7 +26,7 @@ CHIPS = {
 def num_installed() -> int:
     """Number of device files `/dev/davinci<number>`; a container has only those that were passed to it."""
     try:
-        names = [each.name for each in DEV.iterdir()]
+        names = [path.name for path in DEV.iterdir()]
     except OSError:
         return 0
     return sum(re.fullmatch(r"davinci\d+", name) is not None for name in names)
@@ -43,8 +43,8 @@ def chips() -> tuple[str, ...]:
         folders = sorted(PCI.iterdir())
     except OSError:
         return ()
-    found = [CHIPS.get(_id(folder / "device"), "") for folder in folders if _id(folder / "vendor") == HUAWEI]
-    return tuple(dict.fromkeys(name for name in found if name))
+    names = [CHIPS.get(_id(folder / "device"), "") for folder in folders if _id(folder / "vendor") == HUAWEI]
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def torch_npu_version() -> str:

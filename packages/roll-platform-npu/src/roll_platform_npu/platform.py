@@ -106,11 +106,11 @@ def _usable() -> tuple[int, str]:
     if build is None:
         return 0, f"{here}; torch is not installed"
     release = _release(build.version)
-    wanted = install_command(f"torch-npu=={release}.*")
+    command = install_command(f"torch-npu=={release}.*")
     if not version:
-        return 0, f"{here}; torch-npu is not installed: {wanted}"
+        return 0, f"{here}; torch-npu is not installed: {command}"
     if _release(version) != release:
-        return 0, f"{here}; torch-npu {version} does not match torch {build.version}: {wanted}"
+        return 0, f"{here}; torch-npu {version} does not match torch {build.version}: {command}"
     return num, f"{here}, torch {build.version}, torch-npu {version}"
 
 

@@ -45,7 +45,7 @@ def installed_devices() -> tuple[AmdDevice, ...]:
     """GPUs that the kernel shows this process, in its order. A container cannot read those of others."""
     nodes = (SYSFS / "kfd" / "kfd" / "topology" / "nodes").glob("[0-9]*")
     properties = (_properties(node / "properties") for node in sorted(nodes, key=lambda node: int(node.name)))
-    return tuple(_device(each) for each in properties if each.get("simd_count"))
+    return tuple(_device(node) for node in properties if node.get("simd_count"))
 
 
 def visible(devices: tuple[AmdDevice, ...]) -> tuple[AmdDevice, ...]:
@@ -66,13 +66,13 @@ def hiding_variables() -> str:
 
 
 def _chosen(value: str | None, devices: tuple[AmdDevice, ...]) -> tuple[AmdDevice, ...]:
-    found = []
+    chosen = []
     for entry in visible_devices(value, len(devices)):
         if entry.isdigit():
-            found.append(devices[int(entry)])
+            chosen.append(devices[int(entry)])
         else:
-            found += [each for each in devices if f"GPU-{each.unique_id:016x}" == entry]
-    return tuple(found)
+            chosen += [device for device in devices if f"GPU-{device.unique_id:016x}" == entry]
+    return tuple(chosen)
 
 
 def _device(properties: dict[str, int]) -> AmdDevice:

@@ -93,7 +93,7 @@ def _usable() -> tuple[tuple[kfd.AmdDevice, ...], str]:
     if not devices:
         return (), f"{kfd.hiding_variables()} hides all {len(installed)} AMD GPUs"
     shown = [str(device) for device in devices]
-    here = ", ".join(f"{shown.count(each)} × {each}" for each in dict.fromkeys(shown))
+    here = ", ".join(f"{shown.count(name)} × {name}" for name in dict.fromkeys(shown))
     if not os.access(kfd.KFD, os.R_OK | os.W_OK):
         return (), f"{here}; this user has no permission to open {kfd.KFD}: join the group render (or video)"
     build = torch_build()

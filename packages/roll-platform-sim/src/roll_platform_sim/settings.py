@@ -34,19 +34,19 @@ def num_devices() -> int:
 
 def visible(variable: str, num: int) -> list[int]:
     """Numbers on the host of the devices that `variable` makes visible, in the process's order."""
-    return [int(each) for each in visible_devices(os.environ.get(variable), num) if each.isdigit()]
+    return [int(index) for index in visible_devices(os.environ.get(variable), num) if index.isdigit()]
 
 
 def memory_bytes() -> int:
     """Memory of each device. Raises `UnsupportedError`."""
     value = os.environ.get(MEMORY_GIB, str(DEFAULT_MEMORY_GIB))
     try:
-        found = int(float(value) * 1024**3)
+        size = int(float(value) * 1024**3)
     except (ValueError, OverflowError):
-        found = 0
-    if found <= 0:
+        size = 0
+    if size <= 0:
         raise UnsupportedError(f"{MEMORY_GIB}={value}: expected GiB as a positive number, such as 0.5")
-    return found
+    return size
 
 
 def table(host: str = "") -> Path:

@@ -182,8 +182,8 @@ _PRIVATE_USE_1 = 20
 
 
 def _generator(device: Device) -> torch.Generator:
-    found: torch.Generator = _native.default_generator(_index(device))
-    return found
+    generator: torch.Generator = _native.default_generator(_index(device))
+    return generator
 
 
 def _device(device: Device) -> torch.device:

@@ -69,10 +69,10 @@ class GatheredHead(nn.Module):
         weights_N: Tensor | None = None,
     ) -> Tensor:
         """Values of a comparison with another model, see `LanguageHead.compared`."""
-        found: Tensor = self(
+        values: Tensor = self(
             hidden_NH, lambda given_NH: self._head.compared(given_NH, other_NH, comparison, request, weights_N)
         )
-        return found
+        return values
 
     def forward(self, hidden_NH: Tensor, compute: Callable[[Tensor], T]) -> T:
         """What `compute` returns for the hidden states, which DeepSpeed's hooks see as input and output."""
@@ -80,5 +80,5 @@ class GatheredHead(nn.Module):
 
 
 def _present(outputs: TokenOutputs | HeadOutputs) -> dict[str, Tensor]:
-    named = {each.name: getattr(outputs, each.name) for each in fields(outputs)}
+    named = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
     return {name: tensor for name, tensor in named.items() if tensor is not None}

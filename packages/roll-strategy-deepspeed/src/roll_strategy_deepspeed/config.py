@@ -69,7 +69,9 @@ class ZeroConfig(Config):
         """Convert whole floats to integers: DeepSpeed's files write 5e8, which YAML reads as a float."""
         if not isinstance(data, dict):
             return data
-        return {key: int(each) if isinstance(each, float) and each.is_integer() else each for key, each in data.items()}
+        return {
+            key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in data.items()
+        }
 
     @model_validator(mode="after")
     def _stage_allows(self) -> ZeroConfig:

@@ -33,7 +33,7 @@ def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingS
         raise UnsupportedError(
             "zero_optimization.stage 0 cannot train in fp16: DeepSpeed does not scale its loss; use 1"
         )
-    found: dict[str, Any] = {
+    engine_keys: dict[str, Any] = {
         # DeepSpeed requires these keys, but the strategy splits batches and calls `step` itself.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -50,8 +50,8 @@ def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingS
     }
     if stage and model.dtype != "fp32":
         # The 8 significand bits of bfloat16 lose precision when the gradients of many microbatches are summed.
-        found["data_types"] = {"grad_accum_dtype": "fp32"}
-    return found
+        engine_keys["data_types"] = {"grad_accum_dtype": "fp32"}
+    return engine_keys
 
 
 def clips_itself(config: DeepSpeedConfig, model: ModelSpec) -> bool:
@@ -65,10 +65,12 @@ def clips_itself(config: DeepSpeedConfig, model: ModelSpec) -> bool:
 
 def _zero(zero: ZeroConfig) -> dict[str, Any]:
     offloads = ("offload_optimizer", "offload_param")
-    found = {key: each for key, each in zero.model_dump(exclude=set(offloads)).items() if each not in (AUTO, None)}
+    zero_keys = {
+        key: value for key, value in zero.model_dump(exclude=set(offloads)).items() if value not in (AUTO, None)
+    }
     if zero.stage < 2:
-        found["overlap_comm"] = False
+        zero_keys["overlap_comm"] = False
     for name in offloads:
         if getattr(zero, name).device != "none":
-            found[name] = getattr(zero, name).model_dump()
-    return found
+            zero_keys[name] = getattr(zero, name).model_dump()
+    return zero_keys

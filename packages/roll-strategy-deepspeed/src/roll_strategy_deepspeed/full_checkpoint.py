@@ -46,9 +46,9 @@ FORMAT = 1
 def save_state(held: OptimizerState, ranks: Ranks, path: Path, numbers: Mapping[str, Any]) -> None:
     """Save `held` and the JSON-serializable `numbers`, which include `step_count`. Collective."""
     mine: dict[str, Tensor] = {}
-    for at, name in enumerate(held.parameters):
+    for index, name in enumerate(held.parameters):
         for kind, tensor in held.read(name):
-            if at % ranks.size == ranks.rank:
+            if index % ranks.size == ranks.rank:
                 # Always copy: the tensor may be the parameter itself.
                 mine[f"{kind}.{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
     save_random(path)
@@ -94,6 +94,6 @@ def _shard(rank: int, size: int) -> str:
 
 
 def _read(files: Mapping[str, Any], key: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    found: Tensor = files[key].get_tensor(key)
-    check_tensor(key, (found.dtype, found.shape), (torch.float32, shape), path)
-    return found
+    tensor: Tensor = files[key].get_tensor(key)
+    check_tensor(key, (tensor.dtype, tensor.shape), (torch.float32, shape), path)
+    return tensor

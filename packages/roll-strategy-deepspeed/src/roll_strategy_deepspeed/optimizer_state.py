@@ -48,29 +48,33 @@ class OptimizerState:
         self.kinds = ("master", *MOMENTS) if training.ema_decay is None else ("master", *MOMENTS, AVERAGE)
         """Tensors of a parameter: master weight, moments, and the moving average with `ema_decay`."""
         self.torch_optimizer: torch.optim.AdamW = engine.basic_optimizer
-        for each in self._stepped():
-            moments(self.torch_optimizer, each)
+        for stepped in self._stepped():
+            moments(self.torch_optimizer, stepped)
         if not stage:
             undo_first_step(
-                self.torch_optimizer, {id(each): each.data for each in self.parameters.values()}, self.masters_apart
+                self.torch_optimizer,
+                {id(parameter): parameter.data for parameter in self.parameters.values()},
+                self.masters_apart,
             )
-        for each in self._stepped():
+        for stepped in self._stepped():
             if AVERAGE in self.kinds:
-                self.torch_optimizer.state[each][AVERAGE] = each.detach().clone()
+                self.torch_optimizer.state[stepped][AVERAGE] = stepped.detach().clone()
         if stage in (1, 2):
             make_moments_known(engine)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the trained parameters, by name."""
-        return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in self.parameters.items()}
+        return {
+            name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in self.parameters.items()
+        }
 
     @property
     def masters_apart(self) -> dict[int, Tensor]:
         """Stage 0: the master weight of each parameter, by the parameter's `id`; in float32, the parameter itself."""
         lists = getattr(self.engine.optimizer, "fp16_groups", None)
         if lists is None:
-            return {id(each): each for each in self.parameters.values()}
+            return {id(parameter): parameter for parameter in self.parameters.values()}
         pairs = zip(lists, self.engine.optimizer.fp32_groups, strict=True)
         return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
@@ -94,14 +98,14 @@ class OptimizerState:
 
     def read_whole(self, name: str) -> ParameterState:
         """Master weight and Adam moments of one parameter, as full tensors on every rank. Collective."""
-        return ParameterState(**{kind: each.detach() for kind, each in self.read(name)})
+        return ParameterState(**{kind: tensor.detach() for kind, tensor in self.read(name)})
 
     @torch.no_grad()
     def load(self, step_count: int, read: Callable[[str], Mapping[str, Tensor]]) -> None:
         """Overwrite the step count, and the tensors of each parameter by those that `read` returns for its name, by
         kind. Collective."""
-        for each in self._stepped():
-            self.torch_optimizer.state[each]["step"].fill_(float(step_count))
+        for stepped in self._stepped():
+            self.torch_optimizer.state[stepped]["step"].fill_(float(step_count))
         for name in self.parameters:
             self._write(name, read(name))
         if self.stage in (1, 2):
@@ -122,7 +126,7 @@ class OptimizerState:
                 self.torch_optimizer.state[master][kind].copy_(tensors[kind])
             parameter.data.copy_(master.data)
             return
-        on_device = {kind: each.to(parameter.device) for kind, each in tensors.items()}
+        on_device = {kind: tensor.to(parameter.device) for kind, tensor in tensors.items()}
         safe_set_full_fp32_param(parameter, on_device["master"])
         for kind in self.kinds[1:]:
             safe_set_full_optimizer_state(parameter, on_device[kind], kind)
@@ -163,13 +167,13 @@ class OptimizerState:
         else:
             # As DeepSpeed does after a step; no function of its interface does it without one.
             optimizer._partition_all_parameters()
-            for at in range(len(masters)):
-                optimizer._reassign_or_swap_out_partitioned_parameters(at)
+            for index in range(len(masters)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
             if optimizer.persistent_parameters:
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     def _averages(self, masters: Sequence[Tensor]) -> list[Tensor]:
-        return [self.torch_optimizer.state[each][AVERAGE] for each in masters]
+        return [self.torch_optimizer.state[master][AVERAGE] for master in masters]
 
     def forget_gradients(self) -> None:
         """Drop all gradients, including those of backward passes that no optimizer step followed.
@@ -178,8 +182,8 @@ class OptimizerState:
         """
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
-        for kept in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
-            getattr(optimizer, kept).clear()
+        for attribute in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
+            getattr(optimizer, attribute).clear()
         if getattr(optimizer, "cpu_offload", False):
             optimizer.reset_cpu_buffers()
             # As after a step: the next backward pass overwrites the host buffers instead of adding to them.
@@ -192,35 +196,35 @@ class OptimizerState:
         The first backward pass overwrites them, but only those of parameters that it uses. Others, such as those of an
         expert that no row needs, would keep the gradients of the step before.
         """
-        for each in self.gradients():
-            each.zero_()
+        for gradient in self.gradients():
+            gradient.zero_()
 
     def gradients(self) -> list[Tensor]:
         """All gradient tensors of this rank except `scratch`."""
         optimizer = self.engine.optimizer
-        found = [each.grad for each in (*self.parameters.values(), *self._apart())]
+        tensors = [parameter.grad for parameter in (*self.parameters.values(), *self._apart())]
         if self.stage == 3:
-            found.append(optimizer.grad_partitions_flat_buffer)
-        for kept in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
-            for group in getattr(optimizer, kept, {}).values():
-                found += group or []
-        found += getattr(optimizer, "accumulated_grads_in_cpu", {}).values()
-        return [each for each in found if each is not None]
+            tensors.append(optimizer.grad_partitions_flat_buffer)
+        for attribute in ("averaged_gradients", "all_grad_tensors") if self.stage in (1, 2) else ():
+            for group in getattr(optimizer, attribute, {}).values():
+                tensors += group or []
+        tensors += getattr(optimizer, "accumulated_grads_in_cpu", {}).values()
+        return [tensor for tensor in tensors if tensor is not None]
 
     def scratch(self) -> list[Tensor]:
         """Stage 3: the reduction buffers, of `reduce_bucket_size` elements. They are empty between backward passes."""
         buckets = self.engine.optimizer.ipg_buckets.values() if self.stage == 3 else ()
-        return [each.buffer for each in buckets if each.buffer is not None]
+        return [bucket.buffer for bucket in buckets if bucket.buffer is not None]
 
     def optimizer_state(self) -> list[Tensor]:
         """This rank's optimizer state: moments, averages, step counts, and master weights that are not the parameters
         themselves."""
-        return [*self._apart(), *(each for entry in self.torch_optimizer.state.values() for each in entry.values())]
+        return [*self._apart(), *(value for entry in self.torch_optimizer.state.values() for value in entry.values())]
 
     def _apart(self) -> list[Tensor]:
         """Master weights that are not the parameters themselves."""
-        own = {id(each) for each in self.parameters.values()}
-        return [each for each in self._stepped() if id(each) not in own]
+        parameters = {id(parameter) for parameter in self.parameters.values()}
+        return [stepped for stepped in self._stepped() if id(stepped) not in parameters]
 
     def _stepped(self) -> Iterator[Tensor]:
         """The tensors that torch's optimizer updates: parameters, their master weights, or flat partitions of master
@@ -235,7 +239,7 @@ class OptimizerState:
 
 def by_kind(state: ParameterState) -> dict[str, Tensor]:
     """The tensors of a parameter's portable state, as `OptimizerState.load` takes them."""
-    return {each.name: getattr(state, each.name) for each in fields(state)}
+    return {field.name: getattr(state, field.name) for field in fields(state)}
 
 
 SCALE_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -61,9 +61,9 @@ class Passes:
             outputs = self._outputs(moved, loss.want, micro)
             total = zero_loss(outputs)
             try:
-                found = loss(outputs, moved)
-                total = found.loss if found.loss.requires_grad else total
-                losses.add_tokens(found, outputs, micro)
+                output = loss(outputs, moved)
+                total = output.loss if output.loss.requires_grad else total
+                losses.add_tokens(output, outputs, micro)
             except NonFiniteError as raised:
                 losses.fail(raised)
             if total.requires_grad:

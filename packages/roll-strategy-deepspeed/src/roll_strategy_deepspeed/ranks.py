@@ -43,10 +43,11 @@ class Ranks(ProcessGroup):
             # These warnings concern modules that are not used here.
             warnings.simplefilter("ignore")
             import deepspeed
-        found = deepspeed.get_accelerator().device_name()
-        if found != self.device.type:
+        device_type = deepspeed.get_accelerator().device_name()
+        if device_type != self.device.type:
             raise UnsupportedError(
-                f"this process imported DeepSpeed for {found}, this role needs {self.device.type}: use another process"
+                f"this process imported DeepSpeed for {device_type}, this role needs {self.device.type}:"
+                " use another process"
             )
         build_nothing_at_start()
         quiet_collectives()

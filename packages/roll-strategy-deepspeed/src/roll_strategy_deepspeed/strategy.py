@@ -85,7 +85,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self.engine: Any = None
         ties = tied_names(self.model)
         if self.training is not None:
-            trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+            trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
             self._start_engine(settings, adamw(trained, self.training))
             self.optimizer = OptimizerState(self.engine, trained, self.training, stage=self.stage)
             self.loss_scale = LossScale(self.engine)
@@ -106,8 +106,8 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
     def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Forward pass of one microbatch without gradients; outputs are on the mesh's device. Collective at stage 3,
         and from stage 1 on with the moving average."""
-        (found,) = self.forward_all([micro], want)
-        return found
+        (outputs,) = self.forward_all([micro], want)
+        return outputs
 
     def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches.
@@ -233,7 +233,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
     def export_model(self, path: Path) -> None:
         """Write a Hugging Face model directory, or only the adapters. Collective."""
         self.offloader.need("weights")
-        self._write_gathered(path, self.spec, lambda each: tuple(getattr(each, "ds_shape", each.shape)))
+        self._write_gathered(path, self.spec, lambda parameter: tuple(getattr(parameter, "ds_shape", parameter.shape)))
         self.ranks.wait()
 
     def export_head(self, path: Path) -> None:

@@ -22,7 +22,9 @@ class Weights:
 
     def held(self) -> list[Tensor]:
         """This rank's tensors of the weights: parameters, and their shards at stage 3."""
-        parts = (getattr(each, part, None) for each in self._model.parameters() for part in ("data", "ds_tensor"))
+        parts = (
+            getattr(parameter, part, None) for parameter in self._model.parameters() for part in ("data", "ds_tensor")
+        )
         return [part for part in parts if part is not None]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

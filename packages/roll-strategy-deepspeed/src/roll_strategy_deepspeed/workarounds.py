@@ -65,7 +65,12 @@ def add_norm_and_clipping(engine: Any, optimizer: torch.optim.Optimizer, max_nor
     state: Any = optimizer
 
     def before_step(*_: object) -> None:
-        grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        grads = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         norm = _norm(grads)
         state._global_grad_norm = norm
         state.overflow = not bool(torch.isfinite(norm))

@@ -44,15 +44,15 @@ def spread_experts(path: str, module: Any, mesh: DeviceMesh) -> None:
     parameters = _cut_experts(path, module, mesh, "tensor_model_parallel_size")
     group, here = mesh.get_group(), total // mesh.size()
     first = here * mesh.get_local_rank()
-    own: Callable[..., Tensor] = module.forward
+    local_forward: Callable[..., Tensor] = module.forward
 
     def forward(hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
         elsewhere_TK = (chosen_TK < first) | (chosen_TK >= first + here)
         mine_TK = torch.where(elsewhere_TK, here, chosen_TK - first)
         weights_TK = copied(weights_TK, group).masked_fill(elsewhere_TK, 0.0)
         with local_parameters(parameters):
-            found = own(copied(hidden_TH, group), mine_TK, weights_TK)
-        return summed(found, group)
+            partial_TH = local_forward(copied(hidden_TH, group), mine_TK, weights_TK)
+        return summed(partial_TH, group)
 
     module.forward = forward
 
@@ -70,18 +70,18 @@ def exchange_tokens(model: PreTrainedModel, mesh: DeviceMesh, alone: DeviceMesh)
     """
     plan = _plan(model)
     modules = model.base_model.named_modules()
-    found = {name: each for name, each in modules if plan.get(generic(name)) == EXCHANGED}
-    if not found:
+    exchanged = {name: module for name, module in modules if plan.get(generic(name)) == EXCHANGED}
+    if not exchanged:
         raise UnsupportedError(f"transformers has no expert-parallel plan for {type(model).__name__}; remove ep_size")
-    for name, module in found.items():
+    for name, module in exchanged.items():
         _exchange(name, module, mesh, alone)
-    return list(found.values())
+    return list(exchanged.values())
 
 
 def _plan(model: PreTrainedModel) -> Mapping[str, str]:
     """The model's expert-parallel plan. Its keys are module paths relative to the base model, with `*` for numbers."""
-    found: Mapping[str, str] = getattr(model.base_model, "_ep_plan", None) or model.config.base_model_ep_plan or {}
-    return found
+    plan: Mapping[str, str] = getattr(model.base_model, "_ep_plan", None) or model.config.base_model_ep_plan or {}
+    return plan
 
 
 def _exchange(path: str, module: Any, mesh: DeviceMesh, alone: DeviceMesh) -> None:

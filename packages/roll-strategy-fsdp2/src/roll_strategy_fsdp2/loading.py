@@ -58,16 +58,16 @@ def fill(root: Root, files: ModelFiles, spec: ModelSpec, *, device: str) -> None
     """
     from safetensors import safe_open
 
-    buffers = {name: each.clone() for name, each in root.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in root.named_buffers()}
     root.to_empty(device=device)
     for name, buffer in root.named_buffers():
         buffer.copy_(buffers[name])
-    wanted: dict[str, Tensor] = dict(root.model.named_parameters())
+    tensors: dict[str, Tensor] = dict(root.model.named_parameters())
     persistent = root.model.state_dict().keys()
-    wanted |= {n: each for n, each in root.model.named_buffers() if n in persistent and n in files.places}
+    tensors |= {n: buffer for n, buffer in root.model.named_buffers() if n in persistent and n in files.places}
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
-        for name, tensor in wanted.items():
+        for name, tensor in tensors.items():
             file = files.places[name]
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(file, framework="pt"))

@@ -40,11 +40,11 @@ class ShardedOptimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, device: str) -> None:
         """`device` is the device of the collectives."""
         self.training, self.device = training, device
-        self.parameters = {name: each for name, each in parameters.items() if each.requires_grad}
+        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         # Plain tensors on the same memory: for DTensors, torch would dispatch each operation separately.
-        self.shares = {name: local(each) for name, each in self.parameters.items()}
+        self.shares = {name: local(parameter) for name, parameter in self.parameters.items()}
         held_on = next(iter(self.shares.values())).device
-        holders = [num_holders(each) for each in self.parameters.values()]
+        holders = [num_holders(parameter) for parameter in self.parameters.values()]
         self.num_holders = torch.tensor(holders, dtype=torch.float64, device=held_on)
         self.step_count = 0
         self.schedule = schedule(training)
@@ -52,7 +52,7 @@ class ShardedOptimizer:
         self.averages: dict[str, Tensor] = {}
         """Moving average of each shard; empty without `ema_decay`."""
         if training.ema_decay is not None:
-            self.averages = {name: each.clone() for name, each in self.shares.items()}
+            self.averages = {name: share.clone() for name, share in self.shares.items()}
 
     def step(self) -> StepStats:
         """Clip gradients, run the optimizer step and clear the gradients. Collective.
@@ -105,13 +105,13 @@ class ShardedOptimizer:
 
         State is allocated if no step was taken yet.
         """
-        found: dict[str, Tensor] = {
-            f"average.{name}": like(self.parameters[name], each) for name, each in self.averages.items()
+        tensors: dict[str, Tensor] = {
+            f"average.{name}": like(self.parameters[name], average) for name, average in self.averages.items()
         }
         for name, parameter in self.parameters.items():
             for state, share in state_tensors(self.torch_optimizer, self.shares[name]).items():
-                found[f"{state}.{name}"] = like(parameter, share)
-        return found
+                tensors[f"{state}.{name}"] = like(parameter, share)
+        return tensors
 
     def restored(self, step_count: int) -> None:
         """Continue at `step_count`. Call after the tensors of `tensors()` were overwritten in place."""
@@ -122,7 +122,7 @@ class ShardedOptimizer:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the trained parameters, by name."""
-        return {name: tuple(each.shape) for name, each in self.parameters.items()}
+        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
     def read(self, name: str) -> ParameterState:
@@ -132,16 +132,16 @@ class ShardedOptimizer:
         shards are in host memory.
         """
         parameter = self.parameters[name]
-        master, first, second = (like(parameter, each.to(self.device)).full_tensor() for each in self._shards(name))
+        master, first, second = (like(parameter, shard.to(self.device)).full_tensor() for shard in self._shards(name))
         return ParameterState(master=master, exp_avg=first, exp_avg_sq=second)
 
     @torch.no_grad()
     def load(self, state: PortableState) -> None:
         """Overwrite this rank's shards by those of a portable state, read one whole parameter at a time."""
         for name, parameter in self.parameters.items():
-            found, own = state.read(name), shard_of(as_dtensor(parameter))
-            for shard, whole in zip(self._shards(name), (found.master, found.exp_avg, found.exp_avg_sq), strict=True):
-                shard.copy_(whole[own])
+            loaded, local_slice = state.read(name), shard_of(as_dtensor(parameter))
+            for shard, full in zip(self._shards(name), (loaded.master, loaded.exp_avg, loaded.exp_avg_sq), strict=True):
+                shard.copy_(full[local_slice])
         self.restored(state.step_count)
 
     def _shards(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,18 +151,18 @@ class ShardedOptimizer:
 
     def gradients(self) -> list[Tensor]:
         """This rank's shards of the existing gradients."""
-        return [local(each.grad) for each in self.parameters.values() if each.grad is not None]
+        return [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
 
     def states(self) -> list[Tensor]:
         """This rank's tensors of optimizer state: averages, step counts, and moments once allocated."""
         states = self.torch_optimizer.state.values()
-        made = [each for state in states for each in state.values() if isinstance(each, torch.Tensor)]
+        made = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         return [*made, *self.averages.values()]
 
     def _gradient(self, name: str) -> Tensor:
         """Set the shard's `.grad` to this rank's gradient, and return it. Zeros if there is no gradient."""
-        share, found = self.shares[name], self.parameters[name].grad
-        share.grad = gradient = torch.zeros_like(share) if found is None else local(found)
+        share, grad = self.shares[name], self.parameters[name].grad
+        share.grad = gradient = torch.zeros_like(share) if grad is None else local(grad)
         return gradient
 
     def _norm(self, gradients: list[Tensor]) -> float:
@@ -182,8 +182,8 @@ def as_dtensor(tensor: Tensor) -> DTensor:
 
 def num_holders(tensor: Tensor) -> int:
     """Number of ranks of the role that hold the same shard of a DTensor."""
-    found = as_dtensor(tensor)
-    sizes = zip(found.placements, found.device_mesh.shape, strict=True)
+    sharded = as_dtensor(tensor)
+    sizes = zip(sharded.placements, sharded.device_mesh.shape, strict=True)
     return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
@@ -194,9 +194,9 @@ def local(tensor: Tensor) -> Tensor:
 
 def like(parameter: Tensor, share: Tensor) -> DTensor:
     """A DTensor whose local shard is `share`, with the mesh and placements of `parameter`."""
-    whole = as_dtensor(parameter)
+    sharded = as_dtensor(parameter)
     return DTensor.from_local(
-        share, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        share, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 

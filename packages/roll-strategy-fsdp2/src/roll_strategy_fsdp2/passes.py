@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from roll_modeling.task_model import TaskModel
     from roll_strategy_fsdp2.sharding import Root
 
-OUTPUTS = tuple(each.name for each in fields(TokenOutputs))
+OUTPUTS = tuple(field.name for field in fields(TokenOutputs))
 
 
 class Passes:
@@ -83,17 +83,17 @@ class Passes:
         idle = self._idle(len(micros))
         losses = PendingLosses(self.device, self.process_group)
         try:
-            for at, (micro, moved) in enumerate(moved_ahead((*idle, *micros), self.device)):
+            for index, (micro, moved) in enumerate(moved_ahead((*idle, *micros), self.device)):
                 outputs = self._outputs(moved, loss.want, micro)
                 total = zero_loss(outputs)
-                if at >= len(idle):
+                if index >= len(idle):
                     try:
-                        found = loss(outputs, moved)
-                        total = total + found.loss
-                        losses.add_tokens(found, outputs, micro)
+                        output = loss(outputs, moved)
+                        total = total + output.loss
+                        losses.add_tokens(output, outputs, micro)
                     except NonFiniteError as raised:
                         losses.fail(raised)
-                self._backward(total, at == len(idle) + len(micros) - 1)
+                self._backward(total, index == len(idle) + len(micros) - 1)
         except BaseException:
             as_fsdp(self.root).reset_iter_state()
             raise
@@ -103,11 +103,11 @@ class Passes:
         self, module: StrategyModule, batches: Sequence[ModuleBatch], program: ModuleProgram
     ) -> Iterator[Mapping[str, Tensor]]:
         """Run a program for each batch, without gradients. Idle batches are computed immediately."""
-        found = self.module_passes.run(module, batches, program)
+        outputs = self.module_passes.run(module, batches, program)
 
         def run() -> Iterator[Mapping[str, Tensor]]:
             try:
-                yield from found
+                yield from outputs
             finally:
                 self.free()
 
@@ -135,7 +135,7 @@ class Passes:
         def compute() -> tuple[Any, ...]:
             nonlocal structure
             leaves, structure = tree_flatten(self.root.model(*args, **kwargs))
-            return tuple(_hooked(each) for each in leaves)
+            return tuple(_hooked(leaf) for leaf in leaves)
 
         return tree_unflatten(self.root(compute), structure)
 

@@ -99,7 +99,7 @@ class _LaterWriter(HuggingFaceStorageWriter):
     def write(self) -> list[str]:
         """Write the stored tensors. Returns the names of the files; none if this rank holds no data."""
         written = super().write_data(self._plan, _Kept(self._data)).wait()
-        return sorted({each.storage_data.relative_path for each in written})
+        return sorted({result.storage_data.relative_path for result in written})
 
 
 class _Kept(DefaultSavePlanner):
@@ -140,11 +140,11 @@ def load_state(
 
 def _read(shared: Path) -> dict[str, Any]:
     state = read_state(shared, FORMAT)
-    found = {each.name: each.stat().st_size for each in (shared / TENSORS).iterdir()}
+    sizes = {file.name: file.stat().st_size for file in (shared / TENSORS).iterdir()}
     for rank in range(state["world_size"]):
         for name, size in read_json(shared / WRITTEN.format(rank))["files"].items():
-            if found.get(name) != size:
-                raise CheckpointError(f"{shared}: {name} has {found.get(name, 0)} bytes, {size} were written")
+            if sizes.get(name) != size:
+                raise CheckpointError(f"{shared}: {name} has {sizes.get(name, 0)} bytes, {size} were written")
     return state
 
 
@@ -153,8 +153,8 @@ def _check_same(shared: Path, reader: HuggingFaceStorageReader, tensors: Mapping
     stored = cast("Mapping[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
     check_names(stored, tensors, shared)
     for name, tensor in tensors.items():
-        kept = stored[name]
-        check_tensor(name, (kept.properties.dtype, kept.size), (tensor.dtype, tensor.shape), shared)
+        metadata = stored[name]
+        check_tensor(name, (metadata.properties.dtype, metadata.size), (tensor.dtype, tensor.shape), shared)
 
 
 def _all_see(shared: Path) -> None:

@@ -65,24 +65,24 @@ def local_parameters(parameters: list[ShardedParameter]) -> Iterator[None]:
     The parameters are also restored if an exception ends the body, as when activation checkpointing stops a
     recomputation early.
     """
-    kept = [(each, each.owner._parameters[each.name]) for each in parameters]
-    for each in parameters:
-        each.owner._parameters[each.name] = local_of(each)  # type: ignore[assignment]
+    originals = [(sharded, sharded.owner._parameters[sharded.name]) for sharded in parameters]
+    for sharded in parameters:
+        sharded.owner._parameters[sharded.name] = local_of(sharded)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for each, parameter in kept:
-            each.owner._parameters[each.name] = parameter
+        for sharded, parameter in originals:
+            sharded.owner._parameters[sharded.name] = parameter
 
 
 @contextmanager
 def without_parameters(parameters: list[ShardedParameter]) -> Iterator[None]:
     """Set parameters to None inside the context."""
-    kept = [(each, each.owner._parameters[each.name]) for each in parameters]
-    for each in parameters:
-        each.owner._parameters[each.name] = None
+    originals = [(sharded, sharded.owner._parameters[sharded.name]) for sharded in parameters]
+    for sharded in parameters:
+        sharded.owner._parameters[sharded.name] = None
     try:
         yield
     finally:
-        for each, parameter in kept:
-            each.owner._parameters[each.name] = parameter
+        for sharded, parameter in originals:
+            sharded.owner._parameters[sharded.name] = parameter

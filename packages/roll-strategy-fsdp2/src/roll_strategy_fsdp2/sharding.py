@@ -121,13 +121,13 @@ def make_meshes(mesh: MeshInfo, config: FSDP2Config) -> Meshes:
         shared = _mesh(mesh, ("data", data // context), ("context", context), ("tensor", tensor))["context"]
     expert = expert_shards = alone = None
     if experts > 1:
-        whole = _mesh(mesh, ("replicate", data // size), ("shard", size // experts), ("expert", experts))
-        expert, expert_shards = whole["expert"], _without(whole, "expert")
+        full_mesh = _mesh(mesh, ("replicate", data // size), ("shard", size // experts), ("expert", experts))
+        expert, expert_shards = full_mesh["expert"], _without(full_mesh, "expert")
         alone = _mesh(mesh, ("all", mesh.world_size), ("alone", 1))["alone"]
     layers, split = rest, None
     if tensor > 1:
-        whole = _mesh(mesh, ("replicate", data // size), ("shard", size), ("tensor", tensor))
-        layers, split = _without(whole, "tensor"), whole["tensor"]
+        full_mesh = _mesh(mesh, ("replicate", data // size), ("shard", size), ("tensor", tensor))
+        layers, split = _without(full_mesh, "tensor"), full_mesh["tensor"]
     return Meshes(
         layers=layers,
         rest=rest,
@@ -139,14 +139,14 @@ def make_meshes(mesh: MeshInfo, config: FSDP2Config) -> Meshes:
     )
 
 
-def _without(whole: DeviceMesh, dimension: str) -> DeviceMesh:
-    return whole[tuple(name for name in whole.mesh_dim_names or () if name != dimension)]
+def _without(mesh: DeviceMesh, dimension: str) -> DeviceMesh:
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != dimension)]
 
 
 def _mesh(mesh: MeshInfo, *dimensions: tuple[str, int]) -> DeviceMesh:
     """Build a device mesh; omit the dimension `replicate` if there is only one replica."""
-    wanted = [(name, size) for name, size in dimensions if name != "replicate" or size > 1]
-    names, sizes = zip(*wanted, strict=True)
+    dims = [(name, size) for name, size in dimensions if name != "replicate" or size > 1]
+    names, sizes = zip(*dims, strict=True)
     return init_device_mesh(torch.device(mesh.device).type, sizes, mesh_dim_names=names)
 
 
@@ -172,8 +172,8 @@ def shard(
         "offload_policy": on_host if config.offload_policy else OffloadPolicy(),
         "reshard_after_forward": config.reshard_after_forward,
     }
-    for each in experts:
-        fully_shard(each, mesh=meshes.expert_shards, **options)
+    for layer_experts in experts:
+        fully_shard(layer_experts, mesh=meshes.expert_shards, **options)
     for layer in layers:
         fully_shard(layer, mesh=meshes.layers, **options)
     fully_shard(root, mesh=meshes.rest, **options)
@@ -192,25 +192,25 @@ def find_layers(model: PreTrainedModel, class_names: Sequence[str]) -> list[nn.M
 
     Raises `ModelError` if the model has no such module.
     """
-    wanted = set(class_names) or set(getattr(model, "_no_split_modules", None) or ())
-    found: list[nn.Module] = []
+    names = set(class_names) or set(getattr(model, "_no_split_modules", None) or ())
+    layers: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
         for child in module.children():
-            if type(child).__name__ in wanted:
-                found.append(child)
+            if type(child).__name__ in names:
+                layers.append(child)
             else:
                 search(child)
 
     search(model)
-    if not found:
-        asked = f"no module of class {', '.join(sorted(wanted))}" if wanted else "no list of layers of its own"
-        known = sorted({type(each).__name__ for each in model.modules()})
+    if not layers:
+        asked = f"no module of class {', '.join(sorted(names))}" if names else "no list of layers of its own"
+        known = sorted({type(module).__name__ for module in model.modules()})
         raise ModelError(
             f"{type(model).__name__} has {asked}; set wrap_policy.transformer_layer_cls_to_wrap to its layers:"
             f" it has {', '.join(known)}"
         )
-    return found
+    return layers
 
 
 def as_fsdp(root: Root) -> FSDPModule:
@@ -220,7 +220,7 @@ def as_fsdp(root: Root) -> FSDPModule:
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     """All modules that FSDP wraps: the root, the layers, and the experts if they are distributed."""
-    return [each for each in root.modules() if isinstance(each, FSDPModule)]
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def _precision(model: PreTrainedModel, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
@@ -228,13 +228,13 @@ def _precision(model: PreTrainedModel, compute: torch.dtype, reduce: torch.dtype
 
     Raises `ModelError` if the architecture keeps some parameters in float32 while the others compute in `compute`.
     """
-    held = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if held == {compute}:
         return MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
-    kept = [name for name, _ in kept_in_float32(model, model.named_parameters())]
-    if kept:
+    in_float32 = [name for name, _ in kept_in_float32(model, model.named_parameters())]
+    if in_float32:
         raise ModelError(
-            f"{type(model).__name__} keeps {kept[0]} in float32 while the rest computes in {compute}, which one shard"
-            " cannot; set dtype: fp32"
+            f"{type(model).__name__} keeps {in_float32[0]} in float32 while the rest computes in {compute}, which one"
+            " shard cannot; set dtype: fp32"
         )
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)

@@ -107,7 +107,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
         if self.training is not None:
             for module in cast("list[Any]", sharded_modules(self.root)):
                 # Passes over text never gather a vision tower, but torch's end of a backward pass expects it.
-                if not any(each.requires_grad for each in module.parameters()):
+                if not any(parameter.requires_grad for parameter in module.parameters()):
                     module.unshard()
                     module.reshard()
             self.optimizer = ShardedOptimizer(dict(self.model.named_parameters()), self.training, mesh.device)
@@ -140,13 +140,13 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
         group = self.meshes.context.get_group()
         if self.config.ring_size > 1:
             return Ring(group)
-        found = Ulysses(group)
+        context = Ulysses(group)
         among = self.meshes.tensor_size
         for layer in layer_configs(self.model.config):
             heads: int = layer.num_attention_heads
             key_heads: int = getattr(layer, "num_key_value_heads", None) or heads
-            found.check_heads(heads // among, key_heads // among, "ulysses_size")
-        return found
+            context.check_heads(heads // among, key_heads // among, "ulysses_size")
+        return context
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
@@ -155,8 +155,8 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
 
         Collective: every rank must call it the same number of times.
         """
-        (found,) = self._score([micro], want)
-        return found
+        (outputs,) = self._score([micro], want)
+        return outputs
 
     def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches.
@@ -286,7 +286,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
 
     def _state(self) -> dict[str, Tensor]:
         self.offloader.need("weights", "grads", "optimizer")
-        weights = {f"weight.{name}": each for name, each in self.weights.held().items()}
+        weights = {f"weight.{name}": tensor for name, tensor in self.weights.held().items()}
         return weights | self.optimizer.tensors() if self.optimizer is not None else weights
 
     # -- the rest ------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
 
     @override
     def part_tensors(self) -> dict[StateKind, list[Tensor]]:
-        weights = [local(each) for each in self.model.parameters()]
+        weights = [local(parameter) for parameter in self.model.parameters()]
         if self.optimizer is None:
             return {"weights": weights, "grads": [], "optimizer": []}
         return {"weights": weights, "grads": self.optimizer.gradients(), "optimizer": self.optimizer.states()}

@@ -72,8 +72,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 def _plan(model: PreTrainedModel) -> Mapping[str, str]:
     """The model's tensor-parallel plan. Its keys are module paths relative to the base model, with `*` for numbers."""
-    found: Mapping[str, str] = getattr(model.base_model, "_tp_plan", None) or model.config.base_model_tp_plan or {}
-    return found
+    plan: Mapping[str, str] = getattr(model.base_model, "_tp_plan", None) or model.config.base_model_tp_plan or {}
+    return plan
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[s
 
     Also removes modules outside the layers, which FSDP shards, from `plan`.
     """
-    for name in [each for each in plan if not re.search(r"\.\d+\.", each)]:
+    for name in [key for key in plan if not re.search(r"\.\d+\.", key)]:
         del plan[name]
     if not plan:
         raise UnsupportedError(
@@ -99,11 +99,14 @@ def _check_plan(model: PreTrainedModel, plan: dict[str, str], modules: Mapping[s
         if style != "colwise":
             continue
         parent = modules[name.rpartition(".")[0]]
-        beside = {f"{name.rpartition('.')[0]}.{child}": each for child, each in parent.named_children()}
+        beside = {f"{name.rpartition('.')[0]}.{child}": key for child, key in parent.named_children()}
         forgotten = [
-            each for each, module in beside.items() if each not in plan and next(module.parameters(), None) is not None
+            key for key, module in beside.items() if key not in plan and next(module.parameters(), None) is not None
         ]
-        forgotten += [f"{name.rpartition('.')[0]}.{own}" for own, _ in parent.named_parameters(recurse=False)]
+        forgotten += [
+            f"{name.rpartition('.')[0]}.{parameter_name}"
+            for parameter_name, _ in parent.named_parameters(recurse=False)
+        ]
         if forgotten:
             raise UnsupportedError(
                 f"{type(model).__name__}: the tensor-parallel plan shards {name} but does not contain"
@@ -135,9 +138,9 @@ class _ShardedModule:
         self.forward: Callable[..., Any] = module.forward
         self.parameters: list[ShardedParameter] = []
         self.biases: list[ShardedParameter] = []
-        for at, owner in module.named_modules():
+        for owner_path, owner in module.named_modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
-                placement, grad = self._place(f"{at}.{name}")
+                placement, grad = self._place(f"{owner_path}.{name}")
                 if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
                     raise PlacementError(
                         f"tensor_model_parallel_size {mesh.size()} does not divide dimension {placement.dim} of"
@@ -156,13 +159,13 @@ class _ShardedModule:
         """
         is_bias, factor = path.endswith(".bias"), re.search(r"(?:^|\.)lora_([AB])\.", path)
         if self.style.startswith("colwise"):
-            whole = factor is not None and factor[1] == "A"
-            return (Replicate(), Partial()) if whole else (Shard(0), Shard(0))
+            replicated = factor is not None and factor[1] == "A"
+            return (Replicate(), Partial()) if replicated else (Shard(0), Shard(0))
         if self.style.startswith("rowwise"):
             if is_bias:
                 return Replicate(), Replicate()
-            whole = factor is not None and factor[1] == "B"
-            return (Replicate(), Partial()) if whole else (Shard(1), Shard(1))
+            replicated = factor is not None and factor[1] == "B"
+            return (Replicate(), Partial()) if replicated else (Shard(1), Shard(1))
         return Replicate(), Partial()
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -171,11 +174,11 @@ class _ShardedModule:
         elif self.style == "rowwise_split_input":
             tensor = own_piece(tensor, self.group)
         with local_parameters(self.parameters), without_parameters(self.biases):
-            found: Tensor = self.forward(tensor, *args, **kwargs)
+            output: Tensor = self.forward(tensor, *args, **kwargs)
         if self.style == "colwise_gather_output":
-            found = gathered(found, self.group)
+            output = gathered(output, self.group)
         elif self.style.startswith("rowwise"):
-            found = summed(found, self.group)
-            for each in self.biases:
-                found = found + local_of(each)
-        return found
+            output = summed(output, self.group)
+            for bias in self.biases:
+                output = output + local_of(bias)
+        return output

@@ -33,8 +33,8 @@ class Weights:
 
     def held(self) -> dict[str, Tensor]:
         """The sharded tensors of a checkpoint: all parameters, or only the trained ones if there are adapters."""
-        kept = dict(self._model.named_parameters()) if self._adapters is None else self._adapters.trained()
-        return {name: like(each, local(each)) for name, each in kept.items()}
+        parameters = dict(self._model.named_parameters()) if self._adapters is None else self._adapters.trained()
+        return {name: like(parameter, local(parameter)) for name, parameter in parameters.items()}
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors in the compute dtype, on every rank.

@@ -39,10 +39,10 @@ class ModelOptimizer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], training: TrainingSpec, replicas: Replicas) -> None:
         self.training, self.replicas = training, replicas
-        self.parameters = {name: each for name, each in parameters.items() if each.requires_grad}
+        self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.step_count = 0
         self.schedule = schedule(training)
-        size = sum(each.numel() for each in self.parameters.values())
+        size = sum(parameter.numel() for parameter in self.parameters.values())
         device = next(iter(self.parameters.values())).device
         self.flat_grad = torch.zeros(size, dtype=torch.float32, device=device)
         self.grads: dict[str, Tensor] = {}
@@ -63,7 +63,7 @@ class ModelOptimizer:
         self.averages: dict[str, Tensor] = {}
         """Moving average of each master weight, float32; empty without `ema_decay`."""
         if training.ema_decay is not None:
-            self.averages = {name: each.detach().clone() for name, each in self.masters.items()}
+            self.averages = {name: master.detach().clone() for name, master in self.masters.items()}
 
     def step(self) -> StepStats:
         """Sum gradients over ranks, clip, update, and zero the gradients.
@@ -114,9 +114,9 @@ class ModelOptimizer:
         for name, average in self.averages.items():
             parameter = self.parameters[name].data
             if self.masters[name] is self.parameters[name]:
-                kept = parameter.clone()
+                weights = parameter.clone()
                 parameter.copy_(average)
-                average.copy_(kept)
+                average.copy_(weights)
             else:
                 parameter.copy_(average)
 
@@ -130,13 +130,13 @@ class ModelOptimizer:
 
         State is created before step 1.
         """
-        found: dict[str, Tensor] = {f"average.{name}": each for name, each in self.averages.items()}
+        tensors: dict[str, Tensor] = {f"average.{name}": average for name, average in self.averages.items()}
         for name, master in self.masters.items():
             for state, tensor in state_tensors(self.torch_optimizer, master).items():
-                found[f"{state}.{name}"] = tensor
+                tensors[f"{state}.{name}"] = tensor
             if master is not self.parameters[name]:
-                found[f"master.{name}"] = master.detach()
-        return found
+                tensors[f"master.{name}"] = master.detach()
+        return tensors
 
     def restored(self, step_count: int) -> None:
         """Continue at step `step_count` after `tensors()` were overwritten in place."""
@@ -154,9 +154,9 @@ class ModelOptimizer:
     def state(self) -> list[Tensor]:
         """All tensors allocated so far: moments, step counts, averages, and masters that are not the parameters."""
         entries = self.torch_optimizer.state.values()
-        made = [each for entry in entries for each in entry.values() if isinstance(each, torch.Tensor)]
+        made = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
         return [*made, *self.averages.values()] + [
-            each.data for name, each in self.masters.items() if each is not self.parameters[name]
+            master.data for name, master in self.masters.items() if master is not self.parameters[name]
         ]
 
     def _norm(self) -> float:

@@ -97,8 +97,8 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
     @torch.no_grad()
     def forward(self, micro: MicroBatch, want: WantedOutputs) -> TokenOutputs:
         """Run a forward pass without gradients; outputs are on the mesh's device."""
-        (found,) = self.forward_all([micro], want)
-        return found
+        (outputs,) = self.forward_all([micro], want)
+        return outputs
 
     @torch.no_grad()
     def forward_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
@@ -117,9 +117,9 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
 
         def compute(micro: MicroBatch, moved: MicroBatch, losses: PendingLosses) -> LossOutput:
             outputs = self.task_model.outputs(moved, loss.want, micro)
-            found = loss(outputs, moved)
-            losses.add_tokens(found, outputs, micro)
-            return found
+            output = loss(outputs, moved)
+            losses.add_tokens(output, outputs, micro)
+            return output
 
         return self._backward(micros, compute)
 
@@ -139,9 +139,9 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
         module = self._module()
 
         def compute(batch: ModuleBatch, moved: ModuleBatch, losses: PendingLosses) -> LossOutput:
-            found = loss(module, moved)
-            losses.add_rows(found, batch)
-            return found
+            output = loss(module, moved)
+            losses.add_rows(output, batch)
+            return output
 
         return self._backward(batches, compute)
 
@@ -161,9 +161,9 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
         losses = PendingLosses(self._mesh.device, self.replicas.group)
         try:
             for batch, moved in moved_ahead(batches, self._mesh.device):
-                found = compute(batch, moved, losses)
-                if found.loss.requires_grad:
-                    found.loss.backward()  # type: ignore[no-untyped-call]
+                output = compute(batch, moved, losses)
+                if output.loss.requires_grad:
+                    output.loss.backward()  # type: ignore[no-untyped-call]
         except NonFiniteError as error:
             losses.fail(error)
         try:
@@ -190,12 +190,12 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
         if self.replicas.rank == 0 and self.adapters is not None and self.adapters.lora.export == "adapter":
             self.adapters.export(path)
         elif self.replicas.rank == 0:
-            whole = self.model.state_dict() if self.adapters is None else self.adapters.state_dict()
+            tensors = self.model.state_dict() if self.adapters is None else self.adapters.state_dict()
             # Copies, because parameters may be views of one buffer; tied parameters share one copy.
             copies: dict[int, Tensor] = {}
             state = {
                 name: copies.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), tensor.detach().clone())
-                for name, tensor in whole.items()
+                for name, tensor in tensors.items()
             }
             if self.library is not None:
                 self.library.write(self.model, self.spec, state, path)
@@ -265,17 +265,17 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
         optimizer = self._require_training()
         self._check_state(state, _shapes(optimizer.parameters))
         for name in optimizer.parameters:
-            found, held = state.read(name), optimizer.held(name)
-            held.master.copy_(found.master)
-            held.exp_avg.copy_(found.exp_avg)
-            held.exp_avg_sq.copy_(found.exp_avg_sq)
+            loaded, held = state.read(name), optimizer.held(name)
+            held.master.copy_(loaded.master)
+            held.exp_avg.copy_(loaded.exp_avg)
+            held.exp_avg_sq.copy_(loaded.exp_avg_sq)
         take_buffers(state, stored_buffers(self.model))
         optimizer.restored(state.step_count)
 
     def _saved_weights(self) -> dict[str, Tensor]:
         """Live weights that a saved state contains: trained adapter weights, or all weights."""
         if self.adapters is not None:
-            return {name: each.detach() for name, each in self.adapters.trained().items()}
+            return {name: tensor.detach() for name, tensor in self.adapters.trained().items()}
         return dict(self.export_weights())
 
     # -- between phases ------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
     def _weights(self) -> list[Tensor]:
         """Parameters, and the scales of those in 4 bits."""
         scales = [state.absmax for state in quant_states(self.model).values()]
-        return [*(each.data for each in self.model.parameters()), *scales]
+        return [*(parameter.data for parameter in self.model.parameters()), *scales]
 
     def close(self) -> None:
         """Leave the process group and release the optimizer."""
@@ -301,14 +301,14 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
 
 
 def _shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(each.shape) for name, each in parameters.items()}
+    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
 def _write(files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
     from safetensors.torch import save_file
 
     for name, tensors in files.items():
-        save_file({key: each.contiguous() for key, each in tensors.items()}, folder / name)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
 
 
 def _restore(tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -318,6 +318,6 @@ def _restore(tensors: Mapping[str, Tensor], file: Path) -> None:
     with reading(file), safe_open(file, framework="pt") as stored:
         check_names(stored.keys(), tensors, file)
         for name, tensor in tensors.items():
-            found = stored.get_tensor(name)
-            check_tensor(name, (found.dtype, found.shape), (tensor.dtype, tensor.shape), file)
-            tensor.copy_(found)
+            loaded = stored.get_tensor(name)
+            check_tensor(name, (loaded.dtype, loaded.shape), (tensor.dtype, tensor.shape), file)
+            tensor.copy_(loaded)

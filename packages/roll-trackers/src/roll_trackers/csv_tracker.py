@@ -67,10 +67,10 @@ def _history(path: Path) -> Iterator[dict[str, Any]]:
 
 def _joined(rows: Iterable[Mapping[str, Any]], new: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """`rows`, with `new` merged into the row of its step, or after all rows."""
-    found = False
+    is_merged = False
     for row in rows:
         same = row["step"] == str(new["step"])
-        found |= same
+        is_merged |= same
         yield {**row, **new} if same else row
-    if not found:
+    if not is_merged:
         yield new

@@ -34,9 +34,9 @@ class MlflowTracker(RemoteTracker):
         from mlflow.exceptions import MlflowException
 
         valid = MlflowOptions.model_validate(options)
-        own = self.run_dir.parent.parent
+        runs_dir = self.run_dir.parent.parent
         remote = valid.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = MlflowClient(remote or f"sqlite:///{own / 'mlflow.db'}")
+        self._client = MlflowClient(remote or f"sqlite:///{runs_dir / 'mlflow.db'}")
         if run_id is not None:
             self._client.set_terminated(run_id, "RUNNING")
             self._id = run_id
@@ -45,17 +45,17 @@ class MlflowTracker(RemoteTracker):
         if experiment is None:
             try:
                 # A store without a server would put artifacts into the working directory.
-                artifacts = None if remote else (own / "mlartifacts").absolute().as_uri()
-                found = self._client.create_experiment(valid.project, artifact_location=artifacts)
+                artifacts = None if remote else (runs_dir / "mlartifacts").absolute().as_uri()
+                experiment_id = self._client.create_experiment(valid.project, artifact_location=artifacts)
             except MlflowException:  # another run has created it since
                 experiment = self._client.get_experiment_by_name(valid.project)
                 if experiment is None:
                     raise
-                found = experiment.experiment_id
+                experiment_id = experiment.experiment_id
         else:
-            found = experiment.experiment_id
+            experiment_id = experiment.experiment_id
         tags = valid.tags | ({"mlflow.note.content": valid.notes} if valid.notes else {})
-        self._id = str(self._client.create_run(found, tags=tags, run_name=valid.name or run_name).info.run_id)
+        self._id = str(self._client.create_run(experiment_id, tags=tags, run_name=valid.name or run_name).info.run_id)
         return self._id
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -63,8 +63,8 @@ class MlflowTracker(RemoteTracker):
         from mlflow.entities import Param
 
         known = self._client.get_run(self._id).data.params
-        found = ((_valid(key), text) for key, text in _flat(config))
-        params = [Param(key, text[:_MOST_CHARS]) for key, text in found if key not in known]
+        flat = ((_valid(key), text) for key, text in _flat(config))
+        params = [Param(key, text[:_MOST_CHARS]) for key, text in flat if key not in known]
         for begin in range(0, len(params), _MOST_PARAMETERS):
             self._client.log_batch(self._id, params=params[begin : begin + _MOST_PARAMETERS])
 

@@ -76,10 +76,10 @@ class OpenTelemetryTracker(RemoteTracker):
         if context.get_value(_RUN, before) is not self._run or not trace.get_current_span(before).is_recording():
             outer = context.set_value(_RUN, self._run, trace.set_span_in_context(self._run, before))
         span = self._tracer.start_span(name, context=outer, record_exception=False, set_status_on_exception=False)
-        at = span.get_span_context()
+        ids = span.get_span_context()
         with _current(span, outer, before):
             yield TraceContext(
-                parent=f"00-{trace.format_trace_id(at.trace_id)}-{trace.format_span_id(at.span_id)}-01",
+                parent=f"00-{trace.format_trace_id(ids.trace_id)}-{trace.format_span_id(ids.span_id)}-01",
                 target=f"{__name__}:{CallSpans.__name__}",
                 options=self._worker_options,
             )

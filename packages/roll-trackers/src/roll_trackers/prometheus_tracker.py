@@ -25,23 +25,23 @@ class PrometheusTracker(Tracker):
         """Start the server. Raises `TrackerError` if the port is in use."""
         from prometheus_client import CollectorRegistry, start_http_server
 
-        given = PrometheusOptions(**options)
+        valid = PrometheusOptions(**options)
         self._run, self._step = run_name, 0
         self._values: dict[str, float] = {}
         self._lock = threading.Lock()  # requests are served by other threads
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            self._server, self._thread = start_http_server(given.port, given.host, registry)
+            self._server, self._thread = start_http_server(valid.port, valid.host, registry)
         except OSError as error:
             raise TrackerError(
-                f"prometheus: {given.host}:{given.port} cannot be served: {error.strerror or error}; set"
+                f"prometheus: {valid.host}:{valid.port} cannot be served: {error.strerror or error}; set"
                 " tracker_kwargs.prometheus.port to a free port, or 0 for any"
             ) from error
         self.port: int = self._server.server_port
         (run_dir / "trackers").mkdir(exist_ok=True)
         (run_dir / "trackers" / "prometheus.txt").write_text(
-            f"http://{given.host}:{self.port}/metrics\n", encoding="utf-8"
+            f"http://{valid.host}:{self.port}/metrics\n", encoding="utf-8"
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

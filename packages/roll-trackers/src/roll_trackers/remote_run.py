@@ -29,9 +29,9 @@ class RemoteTracker(Tracker):
         self._files: Sequence[Path] = ()
         file = run_dir / "trackers" / f"{self.name}.json"
         saved = json.loads(file.read_text(encoding="utf-8"))["id"] if file.is_file() else None
-        found = self.open(run_name, dict(options), saved)
+        opened_id = self.open(run_name, dict(options), saved)
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps({"id": found}), encoding="utf-8")
+        file.write_text(json.dumps({"id": opened_id}), encoding="utf-8")
 
     @abstractmethod
     def open(self, run_name: str, options: dict[str, Any], run_id: str | None) -> str:

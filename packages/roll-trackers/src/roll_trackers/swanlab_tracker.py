@@ -25,12 +25,12 @@ class SwanlabTracker(RemoteTracker):
         import swanlab
 
         valid = SwanlabOptions.model_validate(options)
-        given = {"api_key": valid.api_key} if valid.api_key else {}
+        credentials = {"api_key": valid.api_key} if valid.api_key else {}
         settings = swanlab.Settings(
             terminal={"proxy_type": "none"},
             probe={"runtime": False},  # it has the command line, of which a `key=value` may be a secret
             interactive=False,
-            **given,
+            **credentials,
         )
         with _keeping_sigint():
             self._run = swanlab.init(

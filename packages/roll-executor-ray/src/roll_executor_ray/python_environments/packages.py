@@ -66,9 +66,9 @@ def digest_of(spec: EnvironmentSpec) -> str:
     python = spec.python or f"{sys.version_info.major}.{sys.version_info.minor}"
     parts = [sorted(spec.packages), sorted(spec.exclude), spec.sources, python, platform.machine()]
     digest = hashlib.sha256(json.dumps(parts).encode())
-    for each in (*spec.packages, *spec.sources):
-        project = Path(each) / "pyproject.toml"
-        if os.sep in each and project.is_file():
+    for source in (*spec.packages, *spec.sources):
+        project = Path(source) / "pyproject.toml"
+        if os.sep in source and project.is_file():
             digest.update(project.read_bytes())
     return digest.hexdigest()[:16]
 

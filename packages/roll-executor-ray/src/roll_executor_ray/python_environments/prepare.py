@@ -57,12 +57,12 @@ def prepare(spec: EnvironmentSpec, role: str) -> Path:
 def _find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
     """Interpreter of a virtual environment, at a path, or of a name on the PATH."""
     if os.sep not in spec.python:
-        found = shutil.which(spec.python)
-        if found is None:
+        interpreter = shutil.which(spec.python)
+        if interpreter is None:
             raise PythonEnvironmentError(
                 f"{role}: environment {spec.python}: there is no program of that name on the PATH"
             )
-        return Path(found)
+        return Path(interpreter)
     python = Path(spec.python)
     is_folder = python.is_dir() or not python.name.startswith("python")
     if is_folder and not python.is_file():
@@ -76,10 +76,10 @@ def _find_interpreter(spec: EnvironmentSpec, role: str) -> Path:
     return python
 
 
-def environment_of(python: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a process of this interpreter: `given`, without those of another interpreter."""
-    env = {name: value for name, value in given.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    env["PATH"] = os.pathsep.join([str(python.parent), *filter(None, [given.get("PATH")])])
+def environment_of(python: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables for a process of this interpreter: `variables`, without those of another interpreter."""
+    env = {name: value for name, value in variables.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    env["PATH"] = os.pathsep.join([str(python.parent), *filter(None, [variables.get("PATH")])])
     if (python.parent.parent / "pyvenv.cfg").is_file():
         env["VIRTUAL_ENV"] = str(python.parent.parent)
     return env
@@ -103,23 +103,23 @@ def _probe(python: Path, spec: EnvironmentSpec, where: str) -> dict[str, Any]:
     except OSError as error:
         raise PythonEnvironmentError(f"{where} cannot be started: {error.strerror or error}") from error
     try:
-        found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+        report: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
     except ValueError as error:
         output = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
         raise PythonEnvironmentError(f"{where} is not a working Python: it printed {output!r}") from error
-    return found
+    return report
 
 
-def _check(found: Mapping[str, Any], python: Path, spec: EnvironmentSpec, where: str) -> None:
-    version = ".".join(map(str, found["python"]))
-    if tuple(found["python"][:2]) < OLDEST_PYTHON:
+def _check(report: Mapping[str, Any], python: Path, spec: EnvironmentSpec, where: str) -> None:
+    version = ".".join(map(str, report["python"]))
+    if tuple(report["python"][:2]) < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         raise PythonEnvironmentError(f"{where} is Python {version}, but roll-core needs {oldest} or later")
-    installed = found["installed"]
+    installed = report["installed"]
     wrong = [
-        f"{name} {f'{installed[name]} is' if name in installed else 'is not'} installed, expected {wanted}"
-        for name, wanted in spec.distributions.items()
-        if installed.get(name) != wanted
+        f"{name} {f'{installed[name]} is' if name in installed else 'is not'} installed, expected {expected}"
+        for name, expected in spec.distributions.items()
+        if installed.get(name) != expected
     ]
     if wrong:
         raise PythonEnvironmentError(

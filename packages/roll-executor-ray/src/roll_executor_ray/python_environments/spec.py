@@ -48,12 +48,12 @@ def environment_spec(environment: RoleEnvironment) -> EnvironmentSpec:
     from packaging.requirements import Requirement
 
     config, package = environment.config, environment.package
-    brought = (each.name for each in core_requirements("train") if CORE in _required_by(each.name))
+    brought = (requirement.name for requirement in core_requirements("train") if CORE in _required_by(requirement.name))
     needed = dict.fromkeys((CORE, *brought, *_toolkits(package), package or CORE))
-    needs = [Requirement(each).name for need in environment.needs for each in alternatives(need)]
+    needs = [Requirement(alternative).name for need in environment.needs for alternative in alternatives(need)]
     return EnvironmentSpec(
         python=_absolute(config.python or ""),
-        packages=tuple(_absolute(word) for each in config.packages for word in shlex.split(each)),
+        packages=tuple(_absolute(word) for line in config.packages for word in shlex.split(line)),
         exclude=tuple(config.exclude),
         distributions={name: importlib.metadata.version(name) for name in needed},
         sources=tuple(word for name in needed for word in source_of(name)),
@@ -73,10 +73,14 @@ def _required_by(name: str) -> list[str]:
     from packaging.utils import canonicalize_name
 
     try:
-        found = map(Requirement, importlib.metadata.requires(name) or ())
+        requirements = map(Requirement, importlib.metadata.requires(name) or ())
     except importlib.metadata.PackageNotFoundError:
         return []
-    return [canonicalize_name(each.name) for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
+    return [
+        canonicalize_name(requirement.name)
+        for requirement in requirements
+        if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+    ]
 
 
 def _absolute(word: str) -> str:
