@@ -75,11 +75,11 @@ def show_audit(
             built = prepare_tokenizer(config, data, Path(folder))
             findings = list(audit_run(config, data.rows, built, registry=registry))
             rows = list(shown_rows(config, data.rows, built, num_shown))
-    failed = any(each.level == "error" for each in findings)
+    failed = any(finding.level == "error" for finding in findings)
     if as_json:
-        shown = [asdict(each) for each in rows]
-        found = {"ok": not failed, "findings": [asdict(each) for each in findings], "rows": shown}
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        shown = [asdict(row) for row in rows]
+        report = {"ok": not failed, "findings": [asdict(finding) for finding in findings], "rows": shown}
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         _show(findings, rows)
     return 1 if failed else 0
@@ -91,8 +91,10 @@ def _show(findings: Sequence[AuditFinding], rows: Sequence[MaskedRow]) -> None:
     from roll_tools.output import counted, findings_table, open_console
 
     console = open_console()
-    found = [(each.level, f"{each.check} {each.subject}", each.found, each.remedy) for each in findings]
-    console.print(findings_table(("check", "found"), found))
+    lines = [
+        (finding.level, f"{finding.check} {finding.subject}", finding.found, finding.remedy) for finding in findings
+    ]
+    console.print(findings_table(("check", "found"), lines))
     if rows:
         console.print(Text("\nread by the model, ", style="dim").append("⟦trained⟧", style="bold green"))
     for row in rows:
@@ -100,7 +102,7 @@ def _show(findings: Sequence[AuditFinding], rows: Sequence[MaskedRow]) -> None:
         for text, trained in row.pieces:
             line.append(f"⟦{text}⟧" if trained else text, style="bold green" if trained else "default")
         console.print(line)
-    console.print(counted([each.level for each in findings]))
+    console.print(counted([finding.level for finding in findings]))
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -170,21 +172,21 @@ def audit_data(
     `values` are fields of `data_args`, and `prompt_length`, `response_length` and `train_on_prompt`, with the defaults
     of a run.
     """
-    given = {"prompt_length": 1024, "response_length": 1024, "train_on_prompt": False} | dict(values)
-    if not isinstance(on_prompt := given.pop("train_on_prompt"), bool):
+    keys = {"prompt_length": 1024, "response_length": 1024, "train_on_prompt": False} | dict(values)
+    if not isinstance(on_prompt := keys.pop("train_on_prompt"), bool):
         raise ConfigError([_problem("train_on_prompt", f"is {on_prompt!r}, expected true or false")])
-    limits = [given.pop(key) for key in ("prompt_length", "response_length")]
+    limits = [keys.pop(key) for key in ("prompt_length", "response_length")]
     for key, limit in zip(("prompt_length", "response_length"), limits, strict=True):
         if not isinstance(limit, int) or limit < 1:
             raise ConfigError([_problem(key, f"is {limit!r}, expected a whole number > 0")])
     try:
-        data = DataArguments(**{"file_name": str(path), **given})
+        data = DataArguments(**{"file_name": str(path), **keys})
         known = first_rows(str(path), data, 1)
-        if known is not None and "messages" not in given and data.prompt not in known.columns:
+        if known is not None and "messages" not in keys and data.prompt not in known.columns:
             data = data.model_copy(update={"messages": "messages"} if "messages" in known.columns else {})
     except ValidationError as error:
         raise ConfigError(
-            [_problem(".".join(each.path), each.message) for each in findings_of(error.errors(), given)]
+            [_problem(".".join(mistake.path), mistake.message) for mistake in findings_of(error.errors(), keys)]
         ) from None
     rows = read_rows(data)
     if model is None:

@@ -83,8 +83,8 @@ class _Axes:
             yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>'
             yield f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{figure(tick)}</text>'
         for tick in self.x_ticks:
-            at = f'x="{self.x(tick):.1f}" y="{HEIGHT - 7}"'
-            yield f'<text class="tick" {at} text-anchor="middle">{figure(tick)}</text>'
+            position = f'x="{self.x(tick):.1f}" y="{HEIGHT - 7}"'
+            yield f'<text class="tick" {position} text-anchor="middle">{figure(tick)}</text>'
 
 
 def line_chart(series: Series) -> Chart | None:
@@ -187,11 +187,11 @@ def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     if len(points) <= most:
         return list(points)
     stretch = math.ceil(2 * len(points) / most)
-    kept = {points[0], points[-1]}
+    points_shown = {points[0], points[-1]}
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
-        kept |= {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-    return sorted(kept)
+        points_shown |= {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+    return sorted(points_shown)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:

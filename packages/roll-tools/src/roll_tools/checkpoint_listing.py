@@ -90,8 +90,10 @@ def verify_checkpoints(places: Sequence[Path | str], *, as_json: bool, store: Ma
     """
     checkpoints = [checkpoint for place in places if not isinstance(place, str) for checkpoint in _named(place)]
     rows = []
-    found = (_row(checkpoint, digests=True) for checkpoint in checkpoints)
-    for row in chain(found, *(_remote_rows(place, store, digests=True) for place in places if isinstance(place, str))):
+    local_rows = (_row(checkpoint, digests=True) for checkpoint in checkpoints)
+    for row in chain(
+        local_rows, *(_remote_rows(place, store, digests=True) for place in places if isinstance(place, str))
+    ):
         rows.append(row)
         if not as_json:
             sys.stdout.write(f"{row.path}: {row.state}\n")
@@ -126,10 +128,10 @@ def _named(place: Path) -> list[Checkpoint]:
     path = Path(os.path.expanduser(place)).absolute()
     if path.is_dir() and CheckpointDirectory.is_checkpoint(path):
         return [_unverified(path)]
-    found = [checkpoint for directory in checkpoint_directories(place) for checkpoint in directory.list()]
-    if not found:
+    checkpoints = [checkpoint for directory in checkpoint_directories(place) for checkpoint in directory.list()]
+    if not checkpoints:
         raise NoCheckpointError(f"{place} has no checkpoint")
-    return found
+    return checkpoints
 
 
 def _unverified(path: Path) -> Checkpoint:
@@ -162,7 +164,7 @@ def _remote_rows(url: str, store: Mapping[str, Any], *, digests: bool) -> Iterat
 
 def _remote_best(folder: RemoteFolder, manifests: Mapping[str, Manifest]) -> dict[str, dict[str, Any]]:
     """`_best` of the copies of runs; `manifests` begins with the newest."""
-    found: dict[str, dict[str, Any]] = {}
+    best_by_path: dict[str, dict[str, Any]] = {}
     newest: dict[str, str] = {}
     for name in manifests:
         newest.setdefault(f"{folder.url}/{name}".rstrip("/").rpartition("/")[0], name)
@@ -174,8 +176,8 @@ def _remote_best(folder: RemoteFolder, manifests: Mapping[str, Manifest]) -> dic
             named = dict(saved.best or {})
             best = BestCheckpoint.read(named and named | {"path": f"{run}/step-{named.get('step')}"}, Path(temporary))
             if best is not None:
-                found[best.path] = {"metric": best.metric, "value": best.value}
-    return found
+                best_by_path[best.path] = {"metric": best.metric, "value": best.value}
+    return best_by_path
 
 
 def _remote_row(
@@ -208,21 +210,21 @@ def _remote_row(
 def _intact(checkpoints: Sequence[Checkpoint], damaged: Sequence[CheckpointRow]) -> Iterable[str]:
     """Yield the newest intact checkpoint of each directory with a damaged one."""
     bad = {row.path for row in damaged}
-    for directory in dict.fromkeys(each.path.parent for each in checkpoints if str(each.path) in bad):
-        good = [each.path for each in CheckpointDirectory(directory).list() if not verify(each.path)]
+    for directory in dict.fromkeys(checkpoint.path.parent for checkpoint in checkpoints if str(checkpoint.path) in bad):
+        good = [checkpoint.path for checkpoint in CheckpointDirectory(directory).list() if not verify(checkpoint.path)]
         yield f"newest intact checkpoint in {directory}: {good[-1].name if good else 'none'}"
 
 
 def _best(directories: Iterable[CheckpointDirectory]) -> dict[str, dict[str, Any]]:
     """Metric and value of the best checkpoint of each run, by path, as the run's newest checkpoint states it."""
-    found = {}
+    best_by_path = {}
     for directory in directories:
         for checkpoint in directory.list()[-1:]:
             with suppress(CheckpointError):
                 best = BestCheckpoint.read(SavedRun.of(checkpoint).best, checkpoint.path)
                 if best is not None:
-                    found[best.path] = {"metric": best.metric, "value": best.value}
-    return found
+                    best_by_path[best.path] = {"metric": best.metric, "value": best.value}
+    return best_by_path
 
 
 def _row(
@@ -275,7 +277,7 @@ def _table(rows: Sequence[CheckpointRow]) -> list[str]:
         ]
         for row in rows
     ]
-    widths = [max(len(line[at]) for line in cells) for at in range(len(cells[0]))]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 

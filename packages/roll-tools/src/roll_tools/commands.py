@@ -123,9 +123,9 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
     verifying.add_argument(
         "places", metavar="RUN_OR_CHECKPOINT", type=_place, nargs="+", help="checkpoint or run directories, or URLs"
     )
-    for each in (listing, verifying):
-        each.add_argument("--json", action="store_true", help="print JSON")
-        each.add_argument(
+    for subcommand in (listing, verifying):
+        subcommand.add_argument("--json", action="store_true", help="print JSON")
+        subcommand.add_argument(
             "--storage-option",
             metavar="KEY=VALUE",
             action="append",
@@ -152,13 +152,13 @@ def checkpoint(words: Sequence[str], registry: Registry) -> int:
     converting.add_argument(
         "place", metavar="RUN_OR_CHECKPOINT", type=Path, help="checkpoint, or run directory: its newest one"
     )
-    for each in (converting, merging):
-        each.add_argument("out", metavar="OUT", type=Path, help="directory to create")
-        each.add_argument("--role", help="trained role; required if there are several")
-        each.add_argument("--base-model", metavar="DIR", help="new path of the model that the run started from")
-        each.add_argument("--platform", help="platform of the strategy (default: detected)")
-        each.add_argument("--trust-remote-code", action="store_true", help="execute code of the base model")
-        each.add_argument(
+    for subcommand in (converting, merging):
+        subcommand.add_argument("out", metavar="OUT", type=Path, help="directory to create")
+        subcommand.add_argument("--role", help="trained role; required if there are several")
+        subcommand.add_argument("--base-model", metavar="DIR", help="new path of the model that the run started from")
+        subcommand.add_argument("--platform", help="platform of the strategy (default: detected)")
+        subcommand.add_argument("--trust-remote-code", action="store_true", help="execute code of the base model")
+        subcommand.add_argument(
             "--set",
             metavar="KEY=VALUE",
             action="append",
@@ -310,11 +310,11 @@ def report(words: Sequence[str], registry: Registry) -> int:
     from roll_tools.open_run import open_run
     from roll_tools.page import write_report
 
-    found = [open_run(run) for run in options.runs]
-    if len(found) == 1:
-        written = write_report(found[0].path)
+    runs = [open_run(run) for run in options.runs]
+    if len(runs) == 1:
+        written = write_report(runs[0].path)
     else:
-        written = write_comparison(found, options.out or Path("comparison.html"))
+        written = write_comparison(runs, options.out or Path("comparison.html"))
     sys.stdout.write(f"{written}\n")
     return 0
 
@@ -322,12 +322,12 @@ def report(words: Sequence[str], registry: Registry) -> int:
 def _columns(text: str) -> dict[str, Any]:
     """Type of an argument: a JSON object."""
     try:
-        found = json.loads(text)
+        columns = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(columns, dict):
         raise argparse.ArgumentTypeError(f"found {text!r}, expected an object")
-    return found
+    return columns
 
 
 def _count(text: str) -> int:
@@ -347,9 +347,9 @@ def _url(text: str) -> str:
 def _amount(text: str) -> float:
     """Type of an argument: a finite number ≥ 0."""
     try:
-        found = float(text)
+        amount = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
+        amount = math.nan
+    if not 0 <= amount < math.inf:
         raise argparse.ArgumentTypeError(f"found {text}, expected a number ≥ 0")
-    return found
+    return amount

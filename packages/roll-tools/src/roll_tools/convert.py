@@ -68,7 +68,7 @@ def convert_checkpoint(
     out = Path(os.path.expanduser(out)).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunDirectoryError(f"{out} exists and is not an empty directory: give another OUT")
-    given = parse_settings(settings)
+    overrides = parse_settings(settings)
     adapter = Path(os.path.expanduser(place)).absolute()
     exported = merged and (adapter / "adapter_config.json").is_file()
     checkpoint = None if exported else _good(place)
@@ -87,7 +87,7 @@ def convert_checkpoint(
             model = _model_of(checkpoint, saved, base_model, trust_remote_code=trust_remote_code)
             if merged and model.lora is not None:
                 model = replace(model, lora=replace(model.lora, export="merged"))
-            asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, given, registry))
+            asyncio.run(_export(checkpoint.path / name, name, saved, model, working, platform, overrides, registry))
         os.replace(working, out)
     finally:
         shutil.rmtree(working, ignore_errors=True)
@@ -116,8 +116,8 @@ def _role(checkpoint: Checkpoint, asked: str | None) -> str:
     if asked is None and len(saved) == 1:
         return saved[0]
     if asked not in saved:
-        found = f"no role {asked!r}" if asked else "several roles" if saved else "no role"
-        raise CheckpointMismatchError(f"{checkpoint.path} has {found}: give --role {' or '.join(saved)}")
+        problem = f"no role {asked!r}" if asked else "several roles" if saved else "no role"
+        raise CheckpointMismatchError(f"{checkpoint.path} has {problem}: give --role {' or '.join(saved)}")
     return asked
 
 
@@ -184,7 +184,7 @@ async def _export(
     try:
         schema = strategy_config(provider, config, owner=provider.name)
     except ValidationError as error:
-        mistakes = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        mistakes = "; ".join(f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}" for mistake in error.errors())
         raise CheckpointMismatchError(f"{role.strategy} does not take this strategy_config: {mistakes}") from error
     place = Place(
         rank=0, world_size=1, slots=(0,), local_indices=(0,), device=platform.device(0), num_threads=usable_cores()

@@ -70,17 +70,17 @@ def charts_of(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list
     key: list[Chart] = []
     for candidates in KEY_CURVES:
         known = (name for name in candidates if name in series)
-        found = next((name for name in known if not is_rounding(name, series[name].points)), None)
-        if found is not None and (chart := line_chart(series.pop(found))) is not None:
+        name_shown = next((name for name in known if not is_rounding(name, series[name].points)), None)
+        if name_shown is not None and (chart := line_chart(series.pop(name_shown))) is not None:
             key.append(chart)
     sections: dict[str, Section] = {}
-    for name, each in series.items():
+    for name, curve in series.items():
         title = SECTIONS.get(name.partition("/")[0], name.partition("/")[0])
         section = sections.setdefault(title, Section(title=title))
-        values = {value for _, value in each.points}
-        if len(values) == 1 and math.isfinite(each.points[0][1]):
+        values = {value for _, value in curve.points}
+        if len(values) == 1 and math.isfinite(curve.points[0][1]):
             section.constants.append((name, figure(values.pop())))
-        elif (chart := line_chart(each)) is not None:
+        elif (chart := line_chart(curve)) is not None:
             section.charts.append(chart)
     order = list(dict.fromkeys(SECTIONS.values()))
     return key, sorted(

@@ -161,7 +161,8 @@ def audit_rows(
             if response_length is None:
                 messages = messages_of(row, data, rows, response=False)
                 tokens = encoder.prompt(messages, row.where, tools_of(row, data, rows))[1]
-                num_prompt, is_empty = len(tokens), not any(_said(each) for each in messages if each["role"] == "user")
+                is_empty = not any(_said(message) for message in messages if message["role"] == "user")
+                num_prompt = len(tokens)
             elif not has_response(row, data, rows):
                 without_response += 1
                 continue
@@ -183,7 +184,7 @@ def audit_rows(
         except DataError as error:
             errors.append(error)
             continue
-        unknown += [(row, each["role"]) for each in messages if each["role"] not in ROLES][:1]
+        unknown += [(row, message["role"]) for message in messages if message["role"] not in ROLES][:1]
         prompts.append(num_prompt)
         long["prompt"] += num_prompt > prompt_length
         if is_empty:
@@ -345,8 +346,8 @@ def audit_reward_columns(
             )
         if num and not bad:
             where = f" in {first}{num} rows" if first else ""
-            found = f"no column for rewards.{domain} is empty{where}"
-            yield AuditFinding(check="reward_columns", subject=subject, level="ok", found=found)
+            status = f"no column for rewards.{domain} is empty{where}"
+            yield AuditFinding(check="reward_columns", subject=subject, level="ok", found=status)
 
 
 def _is_empty(value: Any) -> bool:
@@ -363,14 +364,16 @@ class _Trial:
         self.chats, self.encoder, self.subject, self.bad = chats, encoder, subject, bad
         tokenizer = encoder.tokenizer
         # A tokenizer of characters may have few of them.
-        known = sorted(each for each in tokenizer.get_vocab() if len(each) == 1 and each.isascii() and each.isalnum())
+        known = sorted(
+            token for token in tokenizer.get_vocab() if len(token) == 1 and token.isascii() and token.isalnum()
+        )
         one, two = (known * 2)[1:3] if known else ("1", "2")
         self.question: Message = {"role": "user", "content": one}
         self.answer = two
         self.opening: EncodedChat
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special = [str(token) for token in added.values() if token.special]
-        self.stops = [each for each in dict.fromkeys([str(tokenizer.eos_token), *special]) if each]
+        self.stops = [stop for stop in dict.fromkeys([str(tokenizer.eos_token), *special]) if stop]
         ends = dict.fromkeys([*trained_end_ids(tokenizer), *model_ends])
         self.ends = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ends)) if token]
         """Tokens at which generation stops."""
@@ -385,16 +388,18 @@ class _Trial:
         """The token that ends a reply, and whether generation stops at it."""
         text = self.chats.encode([self.question, {"role": "assistant", "content": self.answer}, self.question]).text
         rest = text.removeprefix(self.opening.text).partition(self.answer)[2]
-        ends = [(rest.find(each), each) for each in self.stops if each in rest]
+        ends = [(rest.find(stop), stop) for stop in self.stops if stop in rest]
         if not ends:
             return self.finding("end_of_turn", "note", "the chat template ends replies with no special token")
-        at, self.end = min(ends)
+        offset, self.end = min(ends)
         if self.end in self.ends and self.opening.text.endswith(rest.lstrip()) and self.end != self.stops[0]:
-            found = f"the first token of the next turn ({self.end}) ends earlier replies, {self.stops[0]} the last one"
-            return self.finding("end_of_turn", "note", found)
+            status = f"the first token of the next turn ({self.end}) ends earlier replies, {self.stops[0]} the last one"
+            return self.finding("end_of_turn", "note", status)
         if self.end in self.ends:
             return self.finding("end_of_turn", "ok", f"{self.end}, at which generation stops")
-        stop = next((each for each in self.ends if rest[at + len(self.end) :].startswith(each)), None)
+        stop = next(
+            (stop_string for stop_string in self.ends if rest[offset + len(self.end) :].startswith(stop_string)), None
+        )
         if stop is not None:
             self.end += stop
             return self.finding("end_of_turn", "ok", f"{self.end}; generation stops at {stop}")
@@ -414,7 +419,7 @@ class _Trial:
             chat = self.chats.encode([self.question], tools)
             text = self.chats.encode([self.question, {"role": "assistant", **reply}, follows], tools).text
             rest = text[len(chat.text) :] if text.startswith(chat.text) else ""
-            cuts = {at.end() for stop in self.stops for at in re.finditer(re.escape(stop), rest)}
+            cuts = {match.end() for stop in self.stops for match in re.finditer(re.escape(stop), rest)}
             for cut in sorted(cuts):
                 ids = np.asarray(self.encoder.encode(rest[:cut], self.subject), dtype=np.int64)
                 if self.chats.extend(chat, ids, [follows]) is not None:
@@ -437,15 +442,15 @@ class _Trial:
             text = f"{analysis}<|channel|>final<|message|>{self.answer}{self.end}"
         try:
             ids = np.asarray(self.encoder.encode(text, self.subject), dtype=np.int64)
-            kept = self.chats.extend(self.opening, ids, [self.question]) is not None
+            is_kept = self.chats.extend(self.opening, ids, [self.question]) is not None
         except DataError:
             return self.finding("reasoning", "note", "the tokenizer does not cover reasoning blocks")
-        found = (
+        status = (
             "reasoning of earlier replies stays in later prompts"
-            if kept
+            if is_kept
             else "reasoning of earlier replies is removed: a user's message begins a new training row"
         )
-        return self.finding("reasoning", "note", f"{found} (thinking: {thinking})")
+        return self.finding("reasoning", "note", f"{status} (thinking: {thinking})")
 
 
 def _said(message: Any) -> bool:
@@ -453,7 +458,7 @@ def _said(message: Any) -> bool:
 
 
 def _percentiles(lengths: Sequence[int]) -> str:
-    median, high, longest = (int(each) for each in np.percentile(lengths, [50, 95, 100], method="higher"))
+    median, high, longest = (int(length) for length in np.percentile(lengths, [50, 95, 100], method="higher"))
     return f"median {median}, 95 % at most {high}, longest {longest}"
 
 
@@ -534,21 +539,23 @@ def _read_sources(config: RunConfig, rows: ReadRows, audited: set[str]) -> Itera
     Raises `DataError` for a file that cannot be read.
     """
     values = config.model_dump()
-    for path, _, given in sections(type(config), values, DataArguments):
-        data, key = DataArguments.model_validate(given), ".".join(path)
+    for path, _, section in sections(type(config), values, DataArguments):
+        data, key = DataArguments.model_validate(section), ".".join(path)
         if not data.file_name or key in audited:
             continue
-        found = rows(data)
+        source_rows = rows(data)
         needed = type(config).row_keys.get(path[0], ()) if len(path) == 2 else ()
         try:
-            for row in found if needed else ():
-                messages_of(row, data, found, response="response" in needed)
+            for row in source_rows if needed else ():
+                messages_of(row, data, source_rows, response="response" in needed)
             if len(path) == 2:
-                type(config).check_rows(path[0], found, data, values)
+                type(config).check_rows(path[0], source_rows, data, values)
         except DataError as error:
             yield AuditFinding(check="rows", subject=key, level="error", found=str(error))
         else:
-            yield AuditFinding(check="rows", subject=key, level="ok", found=f"{len(found)} rows, read but not encoded")
+            yield AuditFinding(
+                check="rows", subject=key, level="ok", found=f"{len(source_rows)} rows, read but not encoded"
+            )
 
 
 def _reward_functions(config: RewardKeys, registry: Registry) -> dict[str, RewardFunction]:
@@ -565,13 +572,13 @@ def _reward_functions(config: RewardKeys, registry: Registry) -> dict[str, Rewar
 def write_audit(run: Run) -> None:
     """Write the findings about a run's data to `audit.json`. Takes less than a second and never fails."""
     try:
-        found = [asdict(each) for each in audit_run(run.config, run.rows, run.tokenizer, seconds=RECORDED_S)]
+        findings = [asdict(finding) for finding in audit_run(run.config, run.rows, run.tokenizer, seconds=RECORDED_S)]
     except Exception as error:  # of a tokenizer or of a template; the run itself reports what it needs
         log.debug("the audit failed", exc_info=True)
         text = f"failed: {type(error).__name__}: {error}"
-        found = [asdict(AuditFinding(check="audit", subject="", level="note", found=text))]
+        findings = [asdict(AuditFinding(check="audit", subject="", level="note", found=text))]
     try:
-        (run.dir / AUDIT).write_text(json.dumps(found, indent=2), encoding="utf-8")
+        (run.dir / AUDIT).write_text(json.dumps(findings, indent=2), encoding="utf-8")
     except OSError as error:
         log.warning("%s cannot be written: %s", run.dir / AUDIT, error)
 

@@ -25,7 +25,7 @@ def show_findings(config: Path | None, overrides: Sequence[str], registry: Regis
     """
     loaded = load(config, overrides, registry).config if config is not None else None
     findings = list(examine(registry, loaded))
-    failed = any(each.result.level == "error" for each in findings)
+    failed = any(finding.result.level == "error" for finding in findings)
     if as_json:
         sys.stdout.write(json.dumps(_plain(findings, ok=not failed), indent=2) + "\n")
     else:
@@ -34,7 +34,7 @@ def show_findings(config: Path | None, overrides: Sequence[str], registry: Regis
 
 
 def _plain(findings: Sequence[DoctorFinding], *, ok: bool) -> dict[str, object]:
-    rows = [{"check": each.check, "package": each.package, **asdict(each.result)} for each in findings]
+    rows = [{"check": finding.check, "package": finding.package, **asdict(finding.result)} for finding in findings]
     return {"ok": ok, "findings": rows}
 
 
@@ -43,7 +43,8 @@ def _show(findings: Sequence[DoctorFinding]) -> None:
 
     console = open_console()
     rows = [
-        (each.result.level, each.title, each.result.found, each.result.remedy, each.result.wanted) for each in findings
+        (finding.result.level, finding.title, finding.result.found, finding.result.remedy, finding.result.wanted)
+        for finding in findings
     ]
     console.print(findings_table(("check", "found", "wanted"), rows))
-    console.print(counted([each.result.level for each in findings]))
+    console.print(counted([finding.result.level for finding in findings]))

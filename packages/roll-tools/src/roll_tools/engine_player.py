@@ -91,7 +91,7 @@ class EnginePlayer:
 
     def add(self, messages: Sequence[Message], player: str) -> None:
         """Append messages of the environment to the conversation of a player."""
-        self._conversations[player] += [dict(each) for each in messages]
+        self._conversations[player] += [dict(message) for message in messages]
 
     async def reply(self, tools: Sequence[Mapping[str, Any]], player: str) -> Reply:
         """The model's reply to the conversation of a player. Raises `EngineError`."""
@@ -101,7 +101,7 @@ class EnginePlayer:
         body = {"model": self._model, "messages": conversation} | ({"tools": list(tools)} if tools else {})
         choice = (await self._request("/chat/completions", body, _Completion)).choices[0]
         message = choice.message
-        text, calls = message.content or "", [each.model_dump() for each in message.tool_calls or ()]
+        text, calls = message.content or "", [call.model_dump() for call in message.tool_calls or ()]
         conversation.append({"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {}))
         return Reply(
             text=text,
@@ -115,21 +115,21 @@ class EnginePlayer:
         url = self._url + path
         try:
             async with asyncio.timeout(TIMEOUT_S):  # also of a server that sends a byte now and then
-                status, found = await in_daemon_thread(partial(_send, url, body), name="engine")
+                status, payload = await in_daemon_thread(partial(_send, url, body), name="engine")
         except TimeoutError as error:
             raise EngineError(f"--engine {url}: no reply within {TIMEOUT_S:g} s") from error
         except (OSError, HTTPException, ValueError) as error:
             raise EngineError(f"--engine {url}: {type(error).__name__}: {error}") from error
         if status != 200:
-            raise EngineError(f"--engine {url}: status {status}: {found[:300]!r}")
+            raise EngineError(f"--engine {url}: status {status}: {payload[:300]!r}")
         try:
-            return expected.model_validate_json(found)
+            return expected.model_validate_json(payload)
         except ValidationError as error:
             mistake = error.errors(include_url=False)[0]
             where = ".".join(map(str, mistake["loc"]))
             raise EngineError(
                 f"--engine {url}: the reply is not OpenAI's: {where}{': ' if where else ''}{mistake['msg']},"
-                f" found {found[:300]!r}"
+                f" found {payload[:300]!r}"
             ) from error
 
 

@@ -63,22 +63,22 @@ def play_environment(
     schema = options_schema(provider) if is_user_function(provider) else schema_of(provider, Config, owner=owner)
     values = parse_settings(settings)
     try:
-        given = schema(**values)
+        options = schema(**values)
     except ValidationError as error:
         keys = ", ".join(field.alias or key for key, field in schema.model_fields.items())
         problems = [
             ConfigProblem(
                 "command line",
-                ".".join(each.path),
-                each.message,
-                f"keys of {name}: {keys}" if each.kind == "extra_forbidden" else each.hint,
-                code=code_of(each),
+                ".".join(finding.path),
+                finding.message,
+                f"keys of {name}: {keys}" if finding.kind == "extra_forbidden" else finding.hint,
+                code=code_of(finding),
             )
-            for each in findings(error.errors(), values)
+            for finding in findings(error.errors(), values)
         ]
         raise ConfigError(problems) from error
     cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
-    return asyncio.run(_play(cls(**given.model_dump(mode="json")), owner, task, seed, engine, max_turns))
+    return asyncio.run(_play(cls(**options.model_dump(mode="json")), owner, task, seed, engine, max_turns))
 
 
 async def _play(
@@ -105,8 +105,8 @@ async def _play(
             turn: Turn = await _result(environment.step(reply), Turn)
             totals.update({player: turn.reward or 0.0})
             totals.update(turn.rewards)
-            given = f"reward {turn.reward}" + "".join(f", {name} {reward}" for name, reward in turn.rewards.items())
-            sys.stdout.write(f"[turn] {given}, state {turn.state}, metrics {dict(turn.metrics)}\n")
+            rewards = f"reward {turn.reward}" + "".join(f", {name} {reward}" for name, reward in turn.rewards.items())
+            sys.stdout.write(f"[turn] {rewards}, state {turn.state}, metrics {dict(turn.metrics)}\n")
             if turn.done or turn.truncated or number == max_turns:
                 break
             player = turn.player or player
@@ -116,8 +116,8 @@ async def _play(
         if score is not None:
             totals.update(dict.fromkeys(totals, score.value or 0.0))
             sys.stdout.write(f"[score] {score.value} {dict(score.detail)}\n")
-        found = ", ".join(f"{name}{' ' if name else ''}{total:g}" for name, total in totals.items())
-        sys.stdout.write(f"[end] {'done' if turn.done else 'truncated'}, total reward {found}\n")
+        shown_totals = ", ".join(f"{name}{' ' if name else ''}{total:g}" for name, total in totals.items())
+        sys.stdout.write(f"[end] {'done' if turn.done else 'truncated'}, total reward {shown_totals}\n")
         return 0
     except EngineError:
         raise
@@ -136,7 +136,7 @@ async def _typed(environment: Environment) -> Reply | None:
         line = await in_daemon_thread(sys.stdin.readline, name="stdin")
         if oracle is None or line.strip() != "/hint":
             return _reply(line.rstrip("\n")) if line else None
-        sys.stdout.write("".join(f"[hint] {each}\n" for each in oracle()))
+        sys.stdout.write("".join(f"[hint] {hint}\n" for hint in oracle()))
 
 
 def _reply(line: str) -> Reply:
@@ -153,23 +153,23 @@ def _show_reply(reply: Reply) -> None:
         sys.stdout.write(f"[reasoning] {reply.reasoning}\n")
     if reply.text:
         sys.stdout.write(f"[reply] {reply.text}\n")
-    for each in reply.tool_calls:
-        sys.stdout.write(f"[call] {json.dumps(each.get('function'))}\n")
+    for call in reply.tool_calls:
+        sys.stdout.write(f"[call] {json.dumps(call.get('function'))}\n")
 
 
 async def _result(value: Any, *types: type) -> Any:
     """The result of a method, coroutine function or not. Raises `TypeError` unless it is of one of `types`."""
-    found = await value if inspect.isawaitable(value) else value
-    if not isinstance(found, types):
-        raise TypeError(f"returned {type(found).__name__}, expected {types[0].__name__}")
-    return found
+    result = await value if inspect.isawaitable(value) else value
+    if not isinstance(result, types):
+        raise TypeError(f"returned {type(result).__name__}, expected {types[0].__name__}")
+    return result
 
 
 def _show(messages: Sequence[Message], player: str, engine: EnginePlayer | None) -> None:
     """Show messages, and add them to the conversation of an engine. Raises `TypeError` for what is no message."""
-    if not all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages):
+    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
         raise TypeError(f"messages are {messages!r:.200}, expected dicts with role and content")
-    for each in messages:
-        sys.stdout.write(f"[{each['role']}{' to ' if player else ''}{player}] {each['content']}\n")
+    for message in messages:
+        sys.stdout.write(f"[{message['role']}{' to ' if player else ''}{player}] {message['content']}\n")
     if engine is not None:
         engine.add(messages, player)

@@ -64,14 +64,16 @@ class _Probed:
     package: str
     platform: Platform | None
     """None if the probe failed."""
-    found: bool
+    available: bool
     why: str
 
 
 def examine(registry: Registry, config: RunConfig | None, *, deadline_s: float = DEADLINE_S) -> Iterator[DoctorFinding]:
     """Yield every finding as soon as it is available. Raises only `KeyboardInterrupt`."""
     records = [(plugin.package, record) for plugin in registry.plugins for record in plugin.providers]
-    probed = [_probe(each, package, deadline_s) for package, each in records if isinstance(each, PlatformProvider)]
+    probed = [
+        _probe(record, package, deadline_s) for package, record in records if isinstance(record, PlatformProvider)
+    ]
     selected = _select(probed, config)
     yield from _platforms(probed, selected, config)
     for plugin in registry.plugins:
@@ -101,39 +103,41 @@ def _probe(record: PlatformProvider, package: str, deadline_s: float) -> _Probed
         return platform, bool(result.found), str(result.why)
 
     try:
-        platform, found, why = guarded(probe, deadline_s)
+        platform, available, why = guarded(probe, deadline_s)
     except CheckFailedError as error:
-        return _Probed(record=record, package=package, platform=None, found=False, why=str(error))
-    return _Probed(record=record, package=package, platform=platform, found=found, why=why)
+        return _Probed(record=record, package=package, platform=None, available=False, why=str(error))
+    return _Probed(record=record, package=package, platform=platform, available=available, why=why)
 
 
 def _select(probed: list[_Probed], config: RunConfig | None) -> _Probed | None:
     """Platform that a run would select: like `select_platform`, except that the first one wins a tie."""
-    if config is not None and (wanted := config.platform) is not None:
-        named = [each for each in probed if wanted in (each.record.name, f"{each.package}/{each.record.name}")]
+    if config is not None and (platform_name := config.platform) is not None:
+        named = [
+            probe for probe in probed if platform_name in (probe.record.name, f"{probe.package}/{probe.record.name}")
+        ]
         return named[0] if named else None
-    return max((each for each in probed if each.found), key=lambda each: each.record.priority, default=None)
+    return max((probe for probe in probed if probe.available), key=lambda probe: probe.record.priority, default=None)
 
 
 def _platforms(probed: list[_Probed], selected: _Probed | None, config: RunConfig | None) -> Iterator[DoctorFinding]:
     named = config is not None and config.platform is not None
-    for each in probed:
-        name, level, wanted, remedy = each.record.name, "note", "", ""
-        if each is selected and each.found:
-            level, wanted = "ok", "selected"
-        elif each is selected:
-            level, wanted = "error", "set in the config"
+    for probe in probed:
+        name, level, expected, remedy = probe.record.name, "note", "", ""
+        if probe is selected and probe.available:
+            level, expected = "ok", "selected"
+        elif probe is selected:
+            level, expected = "error", "set in the config"
             remedy = "fix that, run on a host that has it, or set another platform in the config"
-        elif each.platform is None:
-            level, remedy = "warning", f"disable it with --disable-plugin {each.package}, or report it to its authors"
-        elif not each.found:
-            wanted = "not available"
-        elif selected and each.record.priority == selected.record.priority and not named:
-            level, wanted = "error", "one platform"
+        elif probe.platform is None:
+            level, remedy = "warning", f"disable it with --disable-plugin {probe.package}, or report it to its authors"
+        elif not probe.available:
+            expected = "not available"
+        elif selected and probe.record.priority == selected.record.priority and not named:
+            level, expected = "error", "one platform"
             remedy = f"set platform: {name} or platform: {selected.record.name} in the config"
         else:
-            wanted = "available, not selected"
-        yield _finding("platform", each.package, level, each.why, name, wanted=wanted, remedy=remedy)
+            expected = "available, not selected"
+        yield _finding("platform", probe.package, level, probe.why, name, wanted=expected, remedy=remedy)
 
 
 # -- requirements ------------------------------------------------------------------------------------------------------
@@ -158,7 +162,7 @@ def _requirements(
         if not record.needs or (package, record.needs) in reported:
             continue
         reported.add((package, record.needs))
-        wanted = ", ".join(" or ".join(alternatives(need)) for need in record.needs)
+        expected = ", ".join(" or ".join(alternatives(need)) for need in record.needs)
         try:
             guarded(partial(check_requirements, record, owner=registry.owner(record)), deadline_s)
         except CheckFailedError as failed:
@@ -168,10 +172,10 @@ def _requirements(
             if not isinstance(failed.__cause__, MissingRequirementError):
                 level, remedy = "warning", "reinstall the packages: their metadata is damaged"
             yield _finding(
-                "requirements", package, level, problem, record.name, wanted=wanted, remedy=remedy or problem
+                "requirements", package, level, problem, record.name, wanted=expected, remedy=remedy or problem
             )
         else:
-            yield _finding("requirements", package, "ok", "met", record.name, wanted=wanted)
+            yield _finding("requirements", package, "ok", "met", record.name, wanted=expected)
 
 
 def _names_used(config: RunConfig) -> set[str]:
@@ -210,7 +214,7 @@ def _problem(result: Any) -> str:
     """Reason why a result cannot be displayed; empty if it can."""
     if type(result) is not CheckResult:
         return f"it yielded {type(result).__name__}, expected CheckResult"
-    wrong = [each.name for each in fields(result) if not isinstance(getattr(result, each.name), str)]
+    wrong = [field.name for field in fields(result) if not isinstance(getattr(result, field.name), str)]
     if wrong:
         return f"its result's {', '.join(wrong)} is not str"
     return "" if result.level in LEVELS else f"its result's level is {result.level!r}, expected {', '.join(LEVELS)}"

@@ -119,10 +119,10 @@ def _upload(folder: Path, repo: str, run: str, *, private: bool) -> str:
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        found = api.upload_folder(folder_path=str(folder), repo_id=repo, commit_message=f"Model of the run {run}")
+        commit = api.upload_folder(folder_path=str(folder), repo_id=repo, commit_message=f"Model of the run {run}")
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         raise ModelError(
             f"{folder} was not uploaded to {repo}: {Redactor().text(str(error))}; check the name, `hf auth login` or"
             " HF_TOKEN, and the connection"
         ) from error
-    return str(found)
+    return str(commit)

@@ -34,9 +34,9 @@ def write_starter(kind: str | None, folder: Path | None, registry: Registry) -> 
     `RunDirectoryError` if a file exists or cannot be written; an existing file is never changed.
     """
     kinds: dict[str, PipelineProvider] = {}
-    for each in registry.providers(PipelineProvider):
-        if each.starter:
-            kinds.setdefault(each.starter.rpartition(":")[2], each)
+    for provider in registry.providers(PipelineProvider):
+        if provider.starter:
+            kinds.setdefault(provider.starter.rpartition(":")[2], provider)
     kind = kind or _ask_kind(kinds)
     record = kinds.get(kind) or registry.find(PipelineProvider, kind)
     if not record.starter:
@@ -55,7 +55,7 @@ def write_starter(kind: str | None, folder: Path | None, registry: Registry) -> 
             sys.stdout.write(f"\nThe run cannot start yet:\n{error}\n")
     commands = [] if start == Path() else [f"cd {shlex.quote(str(start))}"]
     commands.append(f"roll-core run {shlex.join(map(str, configs))}")
-    sys.stdout.write("\nNext:\n" + "".join(f"  {each}\n" for each in commands))
+    sys.stdout.write("\nNext:\n" + "".join(f"  {command}\n" for command in commands))
     return 0
 
 
@@ -66,9 +66,9 @@ def _start_of(folder: Path) -> Path:
     it is `folder` itself.
     """
     parts = folder.parts
-    packaged = bool(parts) and all(each.isidentifier() for each in parts)
-    if packaged and (found := importlib.util.find_spec(parts[0])) is not None:
-        places = [Path(each).resolve() for each in found.submodule_search_locations or ()]
+    packaged = bool(parts) and all(part.isidentifier() for part in parts)
+    if packaged and (spec := importlib.util.find_spec(parts[0])) is not None:
+        places = [Path(location).resolve() for location in spec.submodule_search_locations or ()]
         packaged = Path(parts[0]).resolve() in places
     return Path() if packaged else folder
 
@@ -84,7 +84,7 @@ def _write(source: Path, folder: Path, start: Path) -> list[Path]:
         path = file.relative_to(source)
         if file.is_file() and NOT_COPIED.isdisjoint(path.parts):
             text = file.read_text(encoding="utf-8")
-            texts[folder / path] = PLACEHOLDER.sub(lambda found: "".join(each + found[1] for each in home), text)
+            texts[folder / path] = PLACEHOLDER.sub(lambda match: "".join(part + match[1] for part in home), text)
     for file in texts:
         if os.path.lexists(file):
             raise RunDirectoryError(f"{file} exists, and is not overwritten: choose another DIR, or delete it")

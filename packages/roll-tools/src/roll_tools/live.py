@@ -53,11 +53,11 @@ class LiveMetrics:
         """Add the step to the table."""
         self._step = step
         present = (next((name for name in names if name in metrics), None) for names in self._names)
-        found = {name: metrics[name] for name in present if name is not None}
-        for name, value in found.items():
+        values = {name: metrics[name] for name in present if name is not None}
+        for name, value in values.items():
             self._curves.setdefault(name, []).append((step, value))
         if self._handle is None:
-            figures = (f"{name}={value:.6g}" for name, value in found.items())
+            figures = (f"{name}={value:.6g}" for name, value in values.items())
             sys.stdout.write(" ".join([f"{self._title} step={step}", *figures]) + "\n")
             sys.stdout.flush()
         elif time.monotonic() - self._shown_at >= _REFRESH_S:

@@ -19,7 +19,7 @@ def open_run(path: str | Path) -> RunDir:
     """
     place = Path(os.path.expanduser(path)).absolute()
     if not place.is_dir():
-        close = closest(place.name, [each.name for each in place.parent.glob("*")])
+        close = closest(place.name, [sibling.name for sibling in place.parent.glob("*")])
         raise RunDirectoryError(
             f"{place} is not a directory: "
             + (f"did you mean {close}?" if close else "give a run directory, such as output/grpo/latest")

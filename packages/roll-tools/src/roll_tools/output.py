@@ -29,10 +29,10 @@ def findings_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Tabl
         table.add_column(title, overflow="fold")
     for level, subject, value, remedy, *others in rows:
         mark, style = MARKS[level]
-        found = Text(value)
+        cell = Text(value)
         if remedy:
-            found.append(f"\n→ {remedy}", style="italic")
-        table.add_row(Text(mark, style=style), Text(subject), found, *(Text(each, style="dim") for each in others))
+            cell.append(f"\n→ {remedy}", style="italic")
+        table.add_row(Text(mark, style=style), Text(subject), cell, *(Text(text, style="dim") for text in others))
     return table
 
 

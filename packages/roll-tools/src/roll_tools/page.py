@@ -43,9 +43,9 @@ _SAMPLE_FIELDS = (
 def write_report(run: Path) -> Path:
     """Write `report.html` of the run directory `run` and return its path. Works also while the run is in progress."""
     run_dir = RunDir(run)
-    found = read_record(run_dir.record)
-    record = SavedRecord.of(found | {"audit": read_findings(run_dir.path)})
-    outcome = "killed" if is_abandoned(found) else record.outcome
+    saved = read_record(run_dir.record)
+    record = SavedRecord.of(saved | {"audit": read_findings(run_dir.path)})
+    outcome = "killed" if is_abandoned(saved) else record.outcome
     metrics = read_metrics(run_dir.metrics)
     key_charts, sections = charts_of(metrics)
     samples, samples_left_out = _samples(run_dir.samples)
@@ -75,7 +75,7 @@ def write_report(run: Path) -> Path:
         environment=list(tables.environment_rows(record)),
         log=redacted("\n".join(_text_of(run_dir.log, _LOG_BYTES).splitlines()[-_LOG_LINES:])),
         written=tables.date(time.time()),
-        has_record=bool(found),
+        has_record=bool(saved),
         has_metrics=bool(metrics),
     )
     write_atomically(run_dir.report, html)
@@ -90,8 +90,8 @@ def _samples(path: Path) -> tuple[list[dict[str, Any]], int]:
             by_step[row["step"]].append(_sample(row))
     total = sum(len(rows) for rows in by_step.values())
     steps = sorted(by_step)
-    kept = {*steps[:: math.ceil(total / _MOST_SAMPLES) or 1], *steps[-1:]}
-    samples = [row for step in steps if step in kept for row in by_step[step]]
+    steps_shown = {*steps[:: math.ceil(total / _MOST_SAMPLES) or 1], *steps[-1:]}
+    samples = [row for step in steps if step in steps_shown for row in by_step[step]]
     return samples, total - len(samples)
 
 
@@ -128,7 +128,7 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _MOST_CHARS:
         return f"{value[:_MOST_CHARS]}… ({len(value) - _MOST_CHARS} more characters)"
     if isinstance(value, list):
-        return [_shortened(each) for each in value]
+        return [_shortened(item) for item in value]
     return value if isinstance(value, (str, int, float)) or value is None else str(value)
 
 

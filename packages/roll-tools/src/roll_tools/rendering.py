@@ -48,9 +48,9 @@ def overlay_json(names: Sequence[str], charts: Iterable[tuple[str, Sequence[Sequ
 
     Returns an empty string if no chart has a point.
     """
-    found = []
+    overlays = []
     for title, lines in charts:
         finite = [thin([(x, y) for x, y in line if math.isfinite(y)]) for line in lines]
         if any(finite):
-            found.append({"title": title, "lines": finite})
-    return for_script({"names": list(names), "charts": found}) if found else ""
+            overlays.append({"title": title, "lines": finite})
+    return for_script({"names": list(names), "charts": overlays}) if overlays else ""

@@ -135,11 +135,11 @@ def _follow(run: RunDir, console: Console) -> int:
             )
         now, clock = time.monotonic(), time.time()
         for row in rows:
-            step, at = int(row["step"]), now - max(0.0, clock - row.get("time", clock))
+            step, ended_at = int(row["step"]), now - max(0.0, clock - row.get("time", clock))
             if held_out := {name: value for name, value in row.items() if name.startswith("val/")}:
                 console.evaluated(step, held_out)
             if step:
-                console.step(step, row, ended_at=at)
+                console.step(step, row, ended_at=ended_at)
         if over:
             break
         if outcome == "unknown" and time.monotonic() - opened > _RECORD_TIMEOUT_S:
@@ -192,7 +192,7 @@ def _table(rows: Sequence[RunRow]) -> list[str]:
         ]
         for row in rows
     ]
-    widths = [max(len(line[at]) for line in cells) for at in range(len(cells[0]))]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 

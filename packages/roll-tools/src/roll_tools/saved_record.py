@@ -156,14 +156,14 @@ class SavedRecord(_Part):
         try:
             return cls.model_validate(record)
         except ValidationError as error:
-            invalid = {each["loc"][0] for each in error.errors()}
+            invalid = {mistake["loc"][0] for mistake in error.errors()}
             return cls.model_validate({name: value for name, value in record.items() if name not in invalid})
 
 
 def read_findings(directory: Path) -> list[Any]:
     """Findings of the run's audit; empty if it has none."""
-    found = _read(directory / AUDIT)
-    return found if isinstance(found, list) else []
+    findings = _read(directory / AUDIT)
+    return findings if isinstance(findings, list) else []
 
 
 def read_memory(run: RunDir) -> list[dict[str, Any]]:
@@ -202,9 +202,9 @@ def is_abandoned(record: Mapping[str, Any]) -> bool:
 
 def read_state(run: RunDir) -> tuple[SavedRecord, str]:
     """The record of a run, and its outcome: `killed` if its process exited without writing one."""
-    found = read_record(run.record)
-    record = SavedRecord.of(found)
-    return record, "killed" if is_abandoned(found) else record.outcome
+    saved = read_record(run.record)
+    record = SavedRecord.of(saved)
+    return record, "killed" if is_abandoned(saved) else record.outcome
 
 
 def readable_metrics(run: RunDir) -> list[dict[str, float]]:
@@ -221,5 +221,5 @@ def config_hash(path: Path) -> str:
         lines = path.read_bytes().splitlines()
     except OSError:
         return ""
-    kept = [line for line in lines if not line.decode(errors="replace").startswith(_NOT_HASHED)]
-    return hashlib.sha256(b"\n".join(kept)).hexdigest()[:8]
+    hashed_lines = [line for line in lines if not line.decode(errors="replace").startswith(_NOT_HASHED)]
+    return hashlib.sha256(b"\n".join(hashed_lines)).hexdigest()[:8]

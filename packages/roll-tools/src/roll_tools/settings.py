@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     """Values of `key=value` words by key, read as YAML. Raises `ConfigError` with every word that cannot be read."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     problems: list[ConfigProblem] = []
     for word in words:
         key, equals, value = word.partition("=")
@@ -21,7 +21,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
             import yaml  # most commands get no settings
 
             try:
-                found[key] = yaml.safe_load(value)
+                values[key] = yaml.safe_load(value)
             except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
                 first_line = str(error).partition("\n")[0]
                 message = f"cannot be read: {first_line}"
@@ -31,4 +31,4 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
             problems.append(ConfigProblem("command line", word, message, hint, code="ROLL-C025"))
     if problems:
         raise ConfigError(problems)
-    return found
+    return values

@@ -129,7 +129,7 @@ def time_table(record: SavedRecord, metrics: Sequence[Mapping[str, float]]) -> T
         rows=rows,
         total=sum(row.seconds for row in rows),
         colours=colours,
-        steps_svg=stacked_steps([each for each in steps if each[0] > 0], colours),
+        steps_svg=stacked_steps([step for step in steps if step[0] > 0], colours),
         is_partial=not record.time,
     )
 

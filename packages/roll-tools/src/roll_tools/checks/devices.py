@@ -25,10 +25,10 @@ def dtypes(context: CheckContext) -> Iterator[CheckResult]:
     platform = context.platform
     if platform is None or not platform.device_count():
         return
-    wanted = _dtypes_of(context)
+    roles_of = _dtypes_of(context)
     for dtype in get_args(Dtype):
         why = platform.supports(dtype)
-        roles = wanted.get(dtype, [])
+        roles = roles_of.get(dtype, [])
         if not why:
             yield CheckResult(level="ok", subject=dtype, found=f"{platform.name} computes in it")
         elif roles or dtype == "fp32":
@@ -51,24 +51,24 @@ def device_memory(context: CheckContext) -> Iterator[CheckResult]:
             yield CheckResult(level="note", subject=subject, found=str(error))
             continue
         total, used = memory["total"], memory["used"]
-        found = f"{total / GIB:.1f} GiB, of which {used / GIB:.1f} are in use"
-        wanted = f"{LEAST_BYTES / GIB:.0f} GiB or more, 40 for 7B models"
+        status = f"{total / GIB:.1f} GiB, of which {used / GIB:.1f} are in use"
+        expected = f"{LEAST_BYTES / GIB:.0f} GiB or more, 40 for 7B models"
         if platform.slots_share_cores:
-            yield CheckResult(level="ok", subject=subject, found=found)
+            yield CheckResult(level="ok", subject=subject, found=status)
         elif total < LEAST_BYTES:
             remedy = "train small models or adapters (lora_target), or offload states"
-            yield CheckResult(level="warning", subject=subject, found=found, wanted=wanted, remedy=remedy)
+            yield CheckResult(level="warning", subject=subject, found=status, wanted=expected, remedy=remedy)
         elif used > USED_SHARE * total:
             remedy = "end the programs that use it, or remove the device from device_mapping"
-            yield CheckResult(level="warning", subject=subject, found=found, wanted="nothing in use", remedy=remedy)
+            yield CheckResult(level="warning", subject=subject, found=status, wanted="nothing in use", remedy=remedy)
         else:
-            yield CheckResult(level="ok", subject=subject, found=found, wanted=wanted)
+            yield CheckResult(level="ok", subject=subject, found=status, wanted=expected)
 
 
 def _dtypes_of(context: CheckContext) -> dict[str, list[str]]:
     """Names of the config's roles, by the dtype of their model."""
-    found: dict[str, list[str]] = {}
+    roles: dict[str, list[str]] = {}
     for name, role in context.config.roles().items() if context.config is not None else ():
         if role.kind != "reward":
-            found.setdefault(role.model_args.dtype, []).append(name)
-    return found
+            roles.setdefault(role.model_args.dtype, []).append(name)
+    return roles

@@ -53,14 +53,14 @@ def models(context: CheckContext) -> Iterator[CheckResult]:
                 yield CheckResult(level="ok", subject=subject, found=f"{source} exists")
             else:
                 remedy = "name a directory that save_pretrained wrote"
-                found = f"{source} has no config.json"
-                yield CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
+                status = f"{source} has no config.json"
+                yield CheckResult(level="error", subject=subject, found=status, wanted="a model", remedy=remedy)
         elif is_hub_id(source):
             yield _on_the_hub(source, subject)
         else:
             remedy = "correct the path, or start the run that writes it first"
-            found = f"there is no {folder.absolute()}"
-            yield CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
+            status = f"there is no {folder.absolute()}"
+            yield CheckResult(level="error", subject=subject, found=status, wanted="a model", remedy=remedy)
 
 
 def data(context: CheckContext) -> Iterator[CheckResult]:
@@ -76,8 +76,8 @@ def data(context: CheckContext) -> Iterator[CheckResult]:
                     empty = not opened.read(1)
             except OSError as error:
                 remedy = f"paths are relative to {Path.cwd()}"
-                found = f"{name}: {error.strerror}"
-                yield CheckResult(level="error", subject=key, found=found, wanted="rows", remedy=remedy)
+                status = f"{name}: {error.strerror}"
+                yield CheckResult(level="error", subject=key, found=status, wanted="rows", remedy=remedy)
                 continue
             if empty:
                 yield CheckResult(
@@ -101,14 +101,14 @@ def _on_the_hub(source: str, subject: str) -> CheckResult:
         return CheckResult(level="ok", subject=subject, found=f"{source} of the Hub is in the cache")
     if offline := [name for name in OFFLINE if os.environ.get(name, "0").lower() not in ("", "0", "false")]:
         remedy = f"download it first (hf download {source}), or unset {offline[0]}"
-        found = f"{source} is not in the cache, and {offline[0]} forbids to download it"
-        return CheckResult(level="error", subject=subject, found=found, wanted="a model", remedy=remedy)
+        status = f"{source} is not in the cache, and {offline[0]} forbids to download it"
+        return CheckResult(level="error", subject=subject, found=status, wanted="a model", remedy=remedy)
     return CheckResult(level="note", subject=subject, found=f"{source} will be downloaded from the Hub")
 
 
 def _models_of(config: RunConfig | None) -> Mapping[str, list[str]]:
     """Names of roles, by the path or id of their model; a role without one uses `pretrain`."""
-    found: dict[str, list[str]] = {}
+    roles: dict[str, list[str]] = {}
     for name, role in config.roles().items() if config is not None else ():
         if role.kind == "reward":
             continue
@@ -116,8 +116,8 @@ def _models_of(config: RunConfig | None) -> Mapping[str, list[str]]:
         if source is None and role.model_args.random_init is None and config is not None:
             source = config.pretrain
         if source:
-            found.setdefault(source, []).append(name)
-    return found
+            roles.setdefault(source, []).append(name)
+    return roles
 
 
 def _data_of(config: BaseModel, key: str = "") -> Iterator[tuple[str, DataArguments]]:

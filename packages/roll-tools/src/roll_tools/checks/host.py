@@ -45,17 +45,17 @@ def operating_system(_: CheckContext) -> Iterator[CheckResult]:
         return
     if release.endswith(WSL_1):
         remedy = "in Windows: wsl --set-version DISTRIBUTION 2, and install the GPU's driver in Windows"
-        found = f"Linux {release} in WSL 1, which has no Linux kernel and no GPU support"
-        yield CheckResult(level="error", found=found, wanted="WSL 2", remedy=remedy)
+        status = f"Linux {release} in WSL 1, which has no Linux kernel and no GPU support"
+        yield CheckResult(level="error", found=status, wanted="WSL 2", remedy=remedy)
         return
-    found = f"Linux {release}{' in WSL 2' if 'microsoft' in release.lower() else ''}"
+    status = f"Linux {release}{' in WSL 2' if 'microsoft' in release.lower() else ''}"
     version = re.match(r"(\d{1,4})\.(\d{1,4})", release)
-    wanted = f"kernel {KERNEL[0]}.{KERNEL[1]} or newer"
+    expected = f"kernel {KERNEL[0]}.{KERNEL[1]} or newer"
     if version is None or (int(version[1]), int(version[2])) < KERNEL:
         remedy = "update the kernel if drivers or many processes fail"
-        yield CheckResult(level="warning", found=found, wanted=wanted, remedy=remedy)
+        yield CheckResult(level="warning", found=status, wanted=expected, remedy=remedy)
     else:
-        yield CheckResult(level="ok", found=found, wanted=wanted)
+        yield CheckResult(level="ok", found=status, wanted=expected)
 
 
 def shared_memory(_: CheckContext) -> Iterator[CheckResult]:
@@ -66,7 +66,7 @@ def shared_memory(_: CheckContext) -> Iterator[CheckResult]:
     yield _space(
         SHM,
         least=0,
-        wanted=SHM_BYTES,
+        enough=SHM_BYTES,
         remedy="docker run --shm-size=10g (or --ipc=host); in Kubernetes an emptyDir of medium Memory; otherwise delete"
         " files that killed programs left there",
     )
@@ -74,21 +74,21 @@ def shared_memory(_: CheckContext) -> Iterator[CheckResult]:
 
 def threads(_: CheckContext) -> Iterator[CheckResult]:
     """Check the number of OpenMP threads, their spin settings, and the load of other programs."""
-    cores, wanted = usable_cores(), wanted_threads(os.environ)
+    cores, threads_set = usable_cores(), wanted_threads(os.environ)
     spinning = ", ".join(f"{name}={value}" for name, value in environment(os.environ).items())
-    number = f"OMP_NUM_THREADS={wanted}" if wanted else "OMP_NUM_THREADS not set"
+    number = f"OMP_NUM_THREADS={threads_set}" if threads_set else "OMP_NUM_THREADS not set"
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    found = f"{cores} usable cores, load {busy:.1f}; {number}; waiting threads: {spinning}"
+    status = f"{cores} usable cores, load {busy:.1f}; {number}; waiting threads: {spinning}"
     if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active":
         remedy = "unset OMP_WAIT_POLICY: a single busy program can slow steps down tenfold"
-        yield CheckResult(level="warning", found=found, wanted="threads that do not spin", remedy=remedy)
-    elif wanted > cores:
+        yield CheckResult(level="warning", found=status, wanted="threads that do not spin", remedy=remedy)
+    elif threads_set > cores:
         remedy = "unset OMP_NUM_THREADS, or set it to the number of cores"
-        yield CheckResult(level="warning", found=found, wanted=f"at most {cores} threads", remedy=remedy)
+        yield CheckResult(level="warning", found=status, wanted=f"at most {cores} threads", remedy=remedy)
     elif busy > cores:
-        yield CheckResult(level="note", found=f"{found}; other programs use the cores, so steps on a CPU are slower")
+        yield CheckResult(level="note", found=f"{status}; other programs use the cores, so steps on a CPU are slower")
     else:
-        yield CheckResult(level="ok", found=found)
+        yield CheckResult(level="ok", found=status)
 
 
 def open_files(_: CheckContext) -> Iterator[CheckResult]:
@@ -100,13 +100,13 @@ def open_files(_: CheckContext) -> Iterator[CheckResult]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
-    found = "unlimited" if unlimited else f"{soft}"
+    status = "unlimited" if unlimited else f"{soft}"
     if unlimited or soft >= OPEN_FILES:
-        yield CheckResult(level="ok", found=found, wanted=f"{OPEN_FILES} or more")
+        yield CheckResult(level="ok", found=status, wanted=f"{OPEN_FILES} or more")
         return
     enough = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
     more = f"ulimit -n {OPEN_FILES}" if enough else f"raise nofile in /etc/security/limits.conf: at most {hard} now"
-    yield CheckResult(level="warning", found=found, wanted=f"{OPEN_FILES} or more", remedy=more)
+    yield CheckResult(level="warning", found=status, wanted=f"{OPEN_FILES} or more", remedy=more)
 
 
 def disk(context: CheckContext) -> Iterator[CheckResult]:
@@ -115,19 +115,20 @@ def disk(context: CheckContext) -> Iterator[CheckResult]:
     yield _space(
         existing(folder),
         least=DISK_LEAST_BYTES,
-        wanted=DISK_BYTES,
+        enough=DISK_BYTES,
         remedy="free space, change output_dir, or keep fewer checkpoints (max_ckpt_to_keep)",
     )
 
 
 def existing(folder: Path) -> Path:
     """The folder if it exists, otherwise its nearest existing parent."""
-    return next((each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()), Path("/"))
+    above = (folder.absolute(), *folder.absolute().parents)
+    return next((directory for directory in above if directory.exists()), Path("/"))
 
 
-def _space(folder: Path, *, least: int, wanted: int, remedy: str) -> CheckResult:
+def _space(folder: Path, *, least: int, enough: int, remedy: str) -> CheckResult:
     free = shutil.disk_usage(folder).free
-    found, floor = f"{free / GIB:.1f} GiB free in {folder}", f"{wanted / GIB:.0f} GiB or more"
-    if free >= wanted:
-        return CheckResult(level="ok", found=found, wanted=floor)
-    return CheckResult(level="error" if free < least else "warning", found=found, wanted=floor, remedy=remedy)
+    status, floor = f"{free / GIB:.1f} GiB free in {folder}", f"{enough / GIB:.0f} GiB or more"
+    if free >= enough:
+        return CheckResult(level="ok", found=status, wanted=floor)
+    return CheckResult(level="error" if free < least else "warning", found=status, wanted=floor, remedy=remedy)

@@ -31,32 +31,32 @@ BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 
 def python(_: CheckContext) -> Iterator[CheckResult]:
     """Check the version of the Python interpreter."""
-    found = f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})"
-    wanted = f"{PYTHON[0]}.{PYTHON[1]} or newer"
+    status = f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})"
+    expected = f"{PYTHON[0]}.{PYTHON[1]} or newer"
     if sys.version_info[:2] < PYTHON:
         remedy = f"create an environment with it: uv venv --python {PYTHON[0]}.{PYTHON[1]}"
-        yield CheckResult(level="error", found=found, wanted=wanted, remedy=remedy)
+        yield CheckResult(level="error", found=status, wanted=expected, remedy=remedy)
     else:
-        yield CheckResult(level="ok", found=found, wanted=wanted)
+        yield CheckResult(level="ok", found=status, wanted=expected)
 
 
 def libraries(_: CheckContext) -> Iterator[CheckResult]:
     """Check roll-core's own requirements: for every command and for runs."""
     for extra, level in EXTRAS:
         for requirement in core_requirements(extra):
-            name, wanted = requirement.name, str(requirement.specifier) or "any version"
+            name, expected = requirement.name, str(requirement.specifier) or "any version"
             remedy = install_command(f"roll-core[{extra}]" if extra else f"{name}{requirement.specifier}")
             try:
                 version = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
-                yield CheckResult(level=level, subject=name, found="not installed", wanted=wanted, remedy=remedy)
+                yield CheckResult(level=level, subject=name, found="not installed", wanted=expected, remedy=remedy)
                 continue
             if not requirement.specifier.contains(version, prereleases=True):
-                yield CheckResult(level="error", subject=name, found=version, wanted=wanted, remedy=remedy)
+                yield CheckResult(level="error", subject=name, found=version, wanted=expected, remedy=remedy)
             elif name in SHOWN:
                 build = torch_build() if name == "torch" else None
-                found = str(build) if build is not None else version
-                yield CheckResult(level="ok", subject=name, found=found, wanted=wanted)
+                status = str(build) if build is not None else version
+                yield CheckResult(level="ok", subject=name, found=status, wanted=expected)
     yield from _built_for_another_torch()
 
 
@@ -74,5 +74,5 @@ def _built_for_another_torch() -> Iterator[CheckResult]:
         cuda = re.search(r"\+cu(\d+)\d$", version[1]) if version else None
         if version and cuda and cuda[1] != build.cuda.partition(".")[0]:
             remedy = f"pip uninstall -y {' '.join(BUILT_FOR_TORCH)} torchcodec: nothing here needs them"
-            wanted = f"none, or one built for {build}"
-            yield CheckResult(level="error", subject=name, found=version[1], wanted=wanted, remedy=remedy)
+            expected = f"none, or one built for {build}"
+            yield CheckResult(level="error", subject=name, found=version[1], wanted=expected, remedy=remedy)
