@@ -155,7 +155,7 @@ def test_an_empty_batch_is_no_error(estimate):
 
 
 @pytest.mark.parametrize("estimate", ESTIMATORS)
-def test_one_token_alone(estimate):
+def test_estimates_of_a_single_token(estimate):
     out = estimate(batch_of([[2.0]], [[1]], values=[[0.5]]))
     assert out.advantages_T.tolist() == [{reinforce: 2, grpo: 2, rloo: 0, gae: 1.5}[estimate]]
 

@@ -157,7 +157,7 @@ def test_kl_estimates_are_openrlhfs_within_its_clamp(openrlhf, ragged, kind):
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_the_unbiased_kl_has_openrlhfs_gradient_if_the_reference_is_near(openrlhf, ragged, kind):
+def test_unbiased_kl_gradient_equals_openrlhf_near_the_reference(openrlhf, ragged, kind):
     """OpenRLHF's gradient is `w d` with a detached ratio `w`. Ours differentiates `w` times the estimate.
 
     For k3 that is the same. For k1 it is `w (d + 1)`; the expected value of `w` times the score is 0.
@@ -233,7 +233,7 @@ def test_group_estimators_are_openrlhfs(openrlhf, ragged, name, ours, kl_coef):
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline"])
-def test_whitened_estimators_are_openrlhfs_with_the_biased_deviation(openrlhf, ragged, name):
+def test_whitening_with_biased_deviation_equals_openrlhf(openrlhf, ragged, name):
     ours = advantages.reinforce_plus_plus if name == "reinforce" else advantages.reinforce_plus_plus_baseline
     found = ragged.estimated(ours, kl_T=ragged.flat(ragged.advantages), kl_coef=0.3)
     count = int(ragged.mask.sum())

@@ -154,7 +154,7 @@ def centred(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_clip_cov_is_verls_if_all_tokens_of_the_interval_are_chosen(verl, seed):
+def test_clip_cov_equals_verl_when_all_candidates_are_chosen(verl, seed):
     """verl subtracts the microbatch's means and chooses a share of all tokens at random."""
     row = centred(seed)
     ours = row.loss("clip_cov", options={"cov_low": 0.1, "cov_high": 2.0, "probability": 1.0})
@@ -202,7 +202,7 @@ def test_a_weight_on_the_advantage_is_verls_weight_on_the_loss(verl, ragged, min
 
 
 @pytest.mark.parametrize("bound", [1.2, 3.0])
-def test_cispo_with_absolute_bounds_is_verls_reinforce_of_bypass_mode(verl, ragged, bound):
+def test_cispo_with_absolute_bounds_equals_verl_bypass_mode(verl, ragged, bound):
     """There the old logprobs are the engine's, and a truncated weight multiplies the logprob."""
     engine = replace(ragged, fields=ragged.fields | {"old": ragged.engine})
     ours = engine.loss("cispo", options={"clip_high": bound})
@@ -267,7 +267,7 @@ def test_kl_estimates_are_verls(verl, kind, name):
     )
 
 
-def test_the_unbiased_kl_has_the_gradient_of_verls_k3_plus_on_policy(verl, ragged):
+def test_unbiased_kl_gradient_equals_verl_k3_plus_on_policy(verl, ragged):
     """verl takes the gradient of k2, without a ratio: equal while the policy is the old one and k3 is not clamped."""
     near = ragged.logprobs + 0.5 * (ragged.ref - ragged.logprobs)
     on_policy = replace(ragged, fields=ragged.fields | {"old": ragged.logprobs, "ref": near})
@@ -319,7 +319,7 @@ def test_group_estimators_are_verls(verl, ragged):
     assert_same(ragged.estimated(advantages.reinforce_plus_plus_baseline), baseline)
 
 
-def test_rewards_less_the_groups_mean_are_verls_grpo_without_the_deviation(verl, ragged):
+def test_rewards_minus_group_mean_equal_verl_grpo_without_std(verl, ragged):
     from roll_core.algorithms.normalise import RewardNormaliser
 
     scores = RewardNormaliser("group", None)(ragged.scores, torch.tensor(ragged.groups))

@@ -45,7 +45,7 @@ CUT_VALUES = torch.tensor([100.0, 1, 2, 3, 0, 0, 0, 3, 4, 6, 100])
 
 
 @pytest.mark.parametrize("mode", BY_HAND)
-def test_the_rows_of_a_rollout_are_aggregated_as_one_sequence_by_hand(mode, micro_of):
+def test_rows_of_a_rollout_are_aggregated_as_one_sequence(mode, micro_of):
     micro = micro_of(CUT, rollouts=[0, 1, 1], max_length=8)
     assert aggregate(CUT_VALUES, micro, mode).item() == pytest.approx(BY_HAND[mode])
     rows = aggregate(CUT_VALUES, micro_of(CUT, max_length=8), mode).item()
@@ -53,7 +53,7 @@ def test_the_rows_of_a_rollout_are_aggregated_as_one_sequence_by_hand(mode, micr
 
 
 @pytest.mark.parametrize("mode", BY_HAND)
-def test_what_is_off_the_mask_reaches_neither_value_nor_gradient(mode, micro_of):
+def test_masked_tokens_change_neither_value_nor_gradient(mode, micro_of):
     values = torch.tensor([math.nan, 1, 2, 3, 4, 6, math.inf], requires_grad=True)
     out = aggregate(values, micro_of(MASKS, max_length=8), mode)
     out.backward()

@@ -35,7 +35,7 @@ def weights(level, bound=100.0):
         ("sequence", [0.0, 0.0, 0.0, 0.1, 0.1]),
     ],
 )
-def test_weights_are_the_ratio_at_their_level_and_zero_off_the_mask(level, logs):
+def test_weights_are_ratios_at_their_level_and_zero_if_masked(level, logs):
     found = weights(level)
     assert found[MASK].tolist() == pytest.approx([math.exp(x) for x in logs], rel=1e-5)
     assert (found[~MASK] == 0).all()
@@ -53,7 +53,7 @@ def test_equal_policies_have_weights_of_exactly_one():
         assert found[MASK].eq(1).all()
 
 
-def test_what_stands_off_the_mask_is_not_looked_at():
+def test_masked_tokens_do_not_change_weights():
     spoilt = torch.where(MASK, OLD, torch.nan)
     for level in ("token", "segment", "geometric", "sequence"):
         found = weigh(spoilt, BEHAVIOUR, MASK, SEGMENTS, level=level, upper_bound=9.0)
@@ -106,7 +106,7 @@ def test_an_empty_mask_is_no_error():
     assert not off_policy_mask(-torch.ones(8), OLD, BEHAVIOUR, none, SEGMENTS, 0.0).any()
 
 
-def test_masked_weights_are_the_ratio_within_the_bounds_and_zero_outside():
+def test_masked_weights_are_zero_outside_the_bounds():
     def found(level, low, high):
         return weigh(OLD, BEHAVIOUR, MASK, SEGMENTS, level=level, lower_bound=low, upper_bound=high, outside="mask")[
             MASK
@@ -139,7 +139,7 @@ def test_the_clamp_of_log_ratios_bounds_weights():
         ("sequence", (1 + math.exp(0.1)) / 2),
     ],
 )
-def test_normalised_weights_have_mean_one_over_the_spans_of_their_level(level, mean):
+def test_normalised_weights_have_mean_one_at_their_level(level, mean):
     plain = weights(level)
     found = normalise_weights(plain, MASK, SEGMENTS, level)
     assert found.tolist() == pytest.approx((plain / mean).tolist(), rel=1e-5)
@@ -170,7 +170,7 @@ def test_bands_of_k2_and_k3_keep_up_to_their_maximum(level, k2, k3):
         ).any()
 
 
-def test_the_off_policy_mask_takes_negative_advantages_of_distant_sequences():
+def test_off_policy_mask_drops_distant_negative_sequences():
     # Means of behaviour - old: 0 and -0.05; swapped, 0 and 0.05.
     advantages = torch.tensor([-1.0, -1, 1, -1, -1, -1, -1, 1])
     assert not off_policy_mask(advantages, OLD, BEHAVIOUR, MASK, SEGMENTS, 0.01).any()

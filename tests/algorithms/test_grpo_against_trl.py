@@ -172,7 +172,7 @@ def test_the_kl_is_trls(ragged, unbiased):
     assert_same(ragged.objective(objective), trl(ragged, beta=0.3, use_bias_correction_kl=unbiased))
 
 
-def test_the_off_policy_mask_is_trls_on_the_first_step_of_a_batch(ragged):
+def test_off_policy_mask_equals_trl_on_the_first_step(ragged):
     """TRL compares the engine with the policy of each step, ours with the policy at the start of the update."""
     first = replace(ragged, fields=ragged.fields | {"old": ragged.logprobs})
     rollouts = first.rollouts
@@ -206,7 +206,7 @@ def test_the_entropy_bonus_is_trls(ragged):
     assert ours.loss.item() == pytest.approx(found, rel=1e-5)
 
 
-def test_the_first_step_of_the_rloo_trainer_is_ppo_summed_over_tokens(ragged):
+def test_rloo_first_step_equals_ppo_summed_over_tokens(ragged):
     from trl import RLOOTrainer
 
     first = replace(ragged, fields=ragged.fields | {"old": ragged.logprobs})

@@ -60,7 +60,7 @@ def test_the_policy_objective_adds_up_its_parts(micro_of):
     )
 
 
-def test_what_is_off_the_mask_is_not_read(micro_of):
+def test_masked_tokens_are_not_read(micro_of):
     off = math.nan
     micro = micro_of(
         [[0, 1]],
@@ -79,7 +79,7 @@ def test_what_is_off_the_mask_is_not_read(micro_of):
     assert entropy.grad.tolist() == [0, -1]
 
 
-def test_the_gap_to_the_engine_is_reported_while_the_policy_has_not_moved(micro_of):
+def test_engine_gap_is_reported_before_the_policy_changes(micro_of):
     behaviour = [[math.nan, -1.25, -2.5]]
     outputs = TokenOutputs(logprobs_T=torch.tensor([0.0, -1.0, -3.0]))
     advantages = [[0.0, 1.0, 1.0]]
@@ -188,7 +188,7 @@ def test_the_sft_objective_can_weigh_sequences_alike(micro_of):
     assert float(out.metrics["nll"]) == pytest.approx(2 * LN2)
 
 
-def test_the_token_accuracy_counts_first_choices_of_the_masked_tokens_by_hand(micro_of):
+def test_token_accuracy_counts_argmax_tokens_in_the_mask(micro_of):
     # Of seven tokens five are learnt, and of these the model's first choice is right at the third, fourth and last.
     micro = replace(micro_of([[0, 1, 1], [0, 1, 1, 1]]), tokens_T=torch.tensor([4, 5, 6, 4, 7, 0, 9]))
     choices = torch.tensor([4, 6, 6, 4, 7, 1, 9])
@@ -199,7 +199,7 @@ def test_the_token_accuracy_counts_first_choices_of_the_masked_tokens_by_hand(mi
     assert not out.metrics["token_accuracy"].requires_grad
 
 
-def test_the_token_accuracy_of_a_microbatch_is_its_share_of_the_step(micro_of):
+def test_token_accuracy_of_a_microbatch_is_its_share_of_the_step(micro_of):
     # Counts of unequal microbatches add up to 4 of 6; their own shares would average to (1/1 + 3/5) / 2.
     whole = Totals(tokens=6, sequences=2, rollouts=2, groups=2, max_length=9)
     shares = []

@@ -66,7 +66,7 @@ def test_reinforce_plus_plus_whitens_returns_over_tokens():
     assert out.returns_T.tolist() == pytest.approx([0, 1.0, 1.5, 0, -0.5])
 
 
-def test_reinforce_plus_plus_baseline_subtracts_the_groups_mean_before_whitening():
+def test_reinforce_pp_baseline_subtracts_group_mean_then_whitens():
     # Groups (1, 0) and (5, 5): -+0.5 and 0. Tokens: 0.5, 0.5, -0.5, 0, 0; mean 0.1, squares 0.16*2 + 0.36 + 0.01*2.
     batch = batch_of([1.0, 0.0, 5.0, 5.0], groups=[3, 3, 4, 4], lengths=[2, 1, 1, 1])
     std = math.sqrt(0.70 / 4)
@@ -126,7 +126,7 @@ def test_pass_at_k_by_hand():
     assert per_rollout(pass_at_k, batch) == pytest.approx(expected, abs=1e-5)
 
 
-def test_pass_at_k_of_right_and_wrong_responses_is_the_papers_closed_form():
+def test_pass_at_k_of_binary_rewards_equals_the_closed_form():
     # arXiv:2508.10751 §3.3, with `wrong` of `n` responses: mean 1 - C(wrong, k) / C(n, k), variance mean (1 - mean).
     n, k, wrong = 6, 3, 4
     mean = 1 - math.comb(wrong, k) / math.comb(n, k)
@@ -137,13 +137,13 @@ def test_pass_at_k_of_right_and_wrong_responses_is_the_papers_closed_form():
     assert per_rollout(pass_at_k, batch) == pytest.approx(expected, rel=1e-5)
 
 
-def test_pass_at_k_of_one_response_is_grpo_with_the_biased_deviation():
+def test_pass_at_1_equals_grpo_with_biased_deviation():
     batch = batch_of([0.0, 1.0, 3.0], options={"k": 1})
     mean, std = 4 / 3, statistics.pstdev([0.0, 1.0, 3.0])
     assert per_rollout(pass_at_k, batch) == pytest.approx([(r - mean) / std for r in (0, 1, 3)], abs=1e-5)
 
 
-def test_pass_at_k_of_the_whole_group_credits_the_best_by_its_lead():
+def test_pass_at_group_size_credits_the_best_by_its_lead():
     options = {"k": 3, "baseline": "leave_one_out"}
     assert per_rollout(pass_at_k, batch_of([0.2, 1.0, 0.7], options=options)) == pytest.approx([0, 0.3, 0], abs=1e-6)
     assert per_rollout(pass_at_k, batch_of([1.0, 1.0, 0.0], options=options)) == [0, 0, 0]

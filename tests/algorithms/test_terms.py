@@ -108,7 +108,7 @@ def computed(objective, sequences, *, seed=0, max_sequences=None, max_length=9):
     seed=st.integers(0, 2**31),
     max_sequences=st.none() | st.integers(1, 4),
 )
-def test_cutting_rollouts_into_rows_changes_neither_loss_nor_gradient_nor_metrics(mode, lengths, seed, max_sequences):
+def test_splitting_rollouts_into_rows_changes_no_result(mode, lengths, seed, max_sequences):
     objective = policy_objective(
         aggregation=mode, kl_coef=0.3, entropy_coef=0.2, terms={"nll": CrossEntropy(stream="chosen")}
     )
@@ -123,7 +123,7 @@ def test_cutting_rollouts_into_rows_changes_neither_loss_nor_gradient_nor_metric
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WHOLE_ROLLOUTS)
 @pytest.mark.parametrize("max_sequences", [None, 1, 3])
-def test_rows_of_a_rollout_share_its_ratio_if_they_are_in_one_microbatch(name, mode, max_sequences):
+def test_rows_of_a_rollout_in_one_microbatch_share_its_ratio(name, mode, max_sequences):
     options = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}, "kl_cov": {"cov_threshold": 0.0}}
     options["clip_cov"] = {"cov_low": 0.0, "probability": 1.0}  # its random choice depends on the rows
     objective = policy_objective(
@@ -234,7 +234,7 @@ def test_a_term_changes_neither_value_nor_gradient_of_the_others(coef):
     assert computed(Objective(terms={"nll": nll}), doubled)[0] == pytest.approx(extra[0], rel=1e-6)
 
 
-def test_a_term_with_coefficient_0_is_reported_and_not_trained_on():
+def test_terms_with_coefficient_0_are_reported_but_not_trained():
     batch = batch_of(3, [7, 4, 9])
     alone = computed(sft_objective(), batch)
     objective = Objective(
@@ -300,7 +300,7 @@ def test_coefficients_without_a_term_are_refused(terms, coefs):
         Objective(terms=terms, coefs=coefs)
 
 
-def test_a_stream_without_tokens_is_0_and_one_that_no_sequence_has_is_named():
+def test_empty_stream_is_0_and_missing_stream_raises():
     batch = [replace(each, streams={"chosen": np.zeros(len(each), np.float32)}) for each in batch_of(1, [4, 3])]
     value, gradient, _ = computed(Objective(terms={"nll": CrossEntropy(stream="chosen")}), batch)
     assert (value, float(gradient.norm())) == (0.0, 0.0)
@@ -315,7 +315,7 @@ def test_weights_of_a_stream_are_finite_and_not_negative(weight):
         pack([replace(row, streams={"chosen": np.array([0, 1, weight], np.float32)})])
 
 
-def test_an_output_that_only_a_stream_reads_is_named_if_it_is_not_finite():
+def test_non_finite_output_read_by_a_stream_is_named():
     row = TrainSequence(
         id="row/1",
         tokens=np.arange(3),
@@ -331,7 +331,7 @@ def test_an_output_that_only_a_stream_reads_is_named_if_it_is_not_finite():
         )
 
 
-def test_the_terms_of_the_policy_objective_are_terms_like_any_other():
+def test_policy_objective_terms_behave_like_other_terms():
     batch = batch_of(5, [6, 3, 8])
     found = computed(policy_objective(kl_coef=0.1, entropy_coef=0.01), batch)
     same = computed(

@@ -227,7 +227,7 @@ def test_columns_of_rewards_are_read_until_the_time_is_over(monkeypatch: pytest.
     assert not list(audit_reward_columns(rows, rewards, subject="data", seconds=0.5))
 
 
-def test_empty_columns_of_rewards_are_warnings_if_a_key_names_them() -> None:
+def test_empty_reward_columns_warn_if_a_key_names_them() -> None:
     math = MathRuleConfig(reward="math_rule", tag_included=["sums"], ground_truth="right")
     rows = [
         {"tag": "sums", "right": "2", "hint": " "},
@@ -312,7 +312,7 @@ def test_the_end_of_replies_ends_generation(tmp_path: Path) -> None:
     assert mentions(end.found, "<|im_end|>")
 
 
-def test_an_end_inside_replies_is_a_warning_unless_the_model_has_it(tmp_path: Path) -> None:
+def test_end_token_inside_replies_warns_unless_in_the_model(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, "gpt-oss")
     end = end_of_turn(tokenizer)
     assert end.level == "warning"

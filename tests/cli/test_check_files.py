@@ -83,7 +83,7 @@ def test_a_config_whose_files_are_there_is_good(here):
     assert mistakes(GRPO) == []
 
 
-def test_everything_that_is_missing_is_told_at_once_with_other_mistakes(here):
+def test_missing_files_are_all_reported_with_other_errors(here):
     Path("rows.jsonl").unlink()
     Path("model/config.json").unlink()
     write("val.jsonl", {"promt": "2+2="})
@@ -151,7 +151,7 @@ def test_rows_of_sft_need_a_response_and_those_of_rewards_do_not(here):
     assert [key for *_, key in mistakes(chat)] == ["sft_train.data_args.file_name"]
 
 
-def test_columns_of_rewards_are_looked_for_in_the_rows_that_they_score(here):
+def test_reward_columns_are_checked_in_the_rows_they_score(here):
     write("rows.jsonl", {"prompt": "a"})
     write("val.jsonl", {"prompt": "a"})
     assert mistakes(GRPO) == [(10, 3, "rewards.math.ground_truth")]
@@ -186,7 +186,7 @@ def test_a_reward_function_must_load_and_fit_the_rows(here, module, name, good):
     assert mistakes(function(name)) == ([] if good else [(10, 38, "rewards.math.function")])
 
 
-def test_a_command_in_a_subdirectory_names_the_directory_of_the_paths(here, monkeypatch):
+def test_errors_in_a_subdirectory_name_the_base_directory(here, monkeypatch):
     Path("mine").mkdir()
     Path("mine/judge.py").write_text("def score(prompt, response): return 1.0\n")
     Path("mine/run.yaml").write_text(function("mine.judge:score"))
@@ -212,7 +212,7 @@ def test_a_module_that_takes_too_long_is_told_but_no_mistake(here, capsys, monke
     assert mentions(capsys.readouterr().out, "run.yaml", "rewards.math")
 
 
-def test_code_for_another_interpreter_or_path_is_not_imported_here(here):
+def test_code_for_another_interpreter_is_not_imported(here):
     text = function("nowhere:score")
     assert mistakes(text.replace("reward: function", "reward: function, system_envs: {PYTHONPATH: lib}")) == []
     assert mistakes("system_envs: {PYTHONPATH: lib}\n" + text) == []
@@ -240,7 +240,7 @@ def test_an_override_of_several_configs_names_the_config(command, tmp_path, monk
     assert "(sft.yaml)" not in capsys.readouterr().err
 
 
-def test_each_file_needs_the_columns_of_its_rewards(here):
+def test_every_file_needs_the_columns_of_its_rewards(here):
     write("rows.jsonl", {"prompt": "a"})
     assert mistakes(GRPO) == [(10, 3, "rewards.math.ground_truth")]
     write("rows.jsonl", {"prompt": "a", "ground_truth": "1"})

@@ -86,7 +86,7 @@ def test_list_of_an_experiment_shows_all_of_its_runs(run, tmp_path, capsys):
     assert [row["step"] for row in rows] == [2, 4]
 
 
-def test_a_run_without_checkpoints_is_no_mistake_for_list_but_one_for_verify(tmp_path, capsys):
+def test_run_without_checkpoints_lists_nothing_but_fails_verify(tmp_path, capsys):
     run = RunDir.create(tmp_path, "x")
     run.record.write_text("{}")
     assert cli.main(["checkpoint", "list", str(run.path)]) == 0
@@ -130,7 +130,7 @@ def test_verify_takes_checkpoints_by_their_own_paths(run, capsys):
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.json"])
-def test_a_checkpoint_that_lost_its_own_files_is_shown_as_damaged(run, file, capsys):
+def test_checkpoint_without_its_files_is_shown_as_damaged(run, file, capsys):
     (run.checkpoints / "step-4" / file).unlink()
     for action in ("list", "verify"):
         code, rows = listed(capsys, action, str(run.path))

@@ -40,14 +40,14 @@ def test_version_and_help(capsys):
     assert all(command in shown for command in cli.COMMANDS)
 
 
-def test_the_help_lists_the_commands_of_the_core_and_of_our_packages():
+def test_help_lists_commands_of_core_and_packages():
     listed = {line.split()[0] for line in cli.USAGE.split("commands:")[1].splitlines() if line.startswith("  ")}
     of_packages = load_registry().names(CommandProvider)
     assert listed == {*cli.COMMANDS, *of_packages}
     assert not set(cli.COMMANDS) & set(of_packages)
 
 
-def test_a_command_of_a_plugin_gets_its_words_and_the_plugins_that_are_left(config, monkeypatch, capsys):
+def test_plugin_command_gets_its_arguments_and_enabled_plugins(config, monkeypatch, capsys):
     """`envs` of roll-tools lists what the other plugins offer."""
     monkeypatch.setenv("ROLL_PLUGINS", f"{HF_PACKAGES},roll-pipeline-agentic")
     assert cli.main(["envs", "list"]) == 0
@@ -56,7 +56,7 @@ def test_a_command_of_a_plugin_gets_its_words_and_the_plugins_that_are_left(conf
     assert "sokoban" not in capsys.readouterr().out
 
 
-def test_a_command_of_a_package_that_is_missing_names_the_package(config, monkeypatch, capsys):
+def test_command_of_a_missing_package_names_the_package(config, monkeypatch, capsys):
     monkeypatch.setenv("ROLL_PLUGINS", "")
     assert cli.main(["runs"]) == 2
     assert mentions(capsys.readouterr().err, "ROLL-P004", "roll-tools")
@@ -78,7 +78,7 @@ def test_check_counts_workers_from_the_slots(config, capsys):
     assert "sft_train hf_train × 8" in capsys.readouterr().out
 
 
-def test_check_goes_on_after_a_bad_config_and_counts_the_mistakes(config, tmp_path, capsys):
+def test_check_continues_after_a_bad_config_and_counts_errors(config, tmp_path, capsys):
     (tmp_path / "bad.yaml").write_text(SFT + "sede: 1\nsave_steps: -1\n")
     assert cli.main(["check", "bad.yaml", config, "absent.yaml"]) == 2
     shown = capsys.readouterr()
@@ -90,7 +90,7 @@ def test_check_goes_on_after_a_bad_config_and_counts_the_mistakes(config, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["check", "run", "plan"])
-def test_a_mistake_shows_no_secret_of_a_known_form_or_of_the_environment(command, config, monkeypatch, capsys):
+def test_errors_show_no_known_or_environment_secrets(command, config, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "cafe0123cafe0123")
     for words in ("seed='sk-0123456789abcdef0123'", "executor=cafe0123cafe0123", "track_with=[cafe0123cafe0123]"):
         assert cli.main([command, config, words]) == 2
@@ -202,7 +202,7 @@ def test_a_reader_that_leaves_early_is_no_error(config):
     assert done.returncode == 1
 
 
-def test_rows_that_are_not_there_end_a_run_before_anything_heavy_is_imported(config, tmp_path):
+def test_missing_rows_end_a_run_before_heavy_imports(config, tmp_path):
     (tmp_path / "rows.jsonl").rename(tmp_path / "row.jsonl")
     ask = f"import sys\nfrom roll_core.cli.main import main\ncode = main(['run', {config!r}])\n"
     ask += "print('torch' in sys.modules)\nsys.exit(code)"
@@ -214,7 +214,7 @@ def test_rows_that_are_not_there_end_a_run_before_anything_heavy_is_imported(con
 
 
 @pytest.mark.parametrize("command", ["run", "check", "plan"])
-def test_a_key_without_a_value_and_a_command_without_a_config_are_told_how(command, config, capsys):
+def test_override_without_value_or_config_shows_usage(command, config, capsys):
     for words, says in (
         ([config, "max_steps"], "max_steps=VALUE"),
         ([config, 300 * "a"], f"{300 * 'a'}=VALUE"),
@@ -267,7 +267,7 @@ cli.command_line()
 
 
 @pytest.mark.slow(ci=True)
-def test_a_worker_thread_inside_an_operation_of_torch_does_not_abort_the_process():
+def test_worker_thread_inside_torch_does_not_abort_at_exit():
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True)
     assert done.stdout.split() == ["130", "130", "0", "1"], done.stderr
     assert "terminate called" not in done.stderr

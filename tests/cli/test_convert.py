@@ -77,7 +77,7 @@ def check_same_model(found, expected):
 
 @pytest.mark.parametrize("task", HEADS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_transformers_loads_what_the_strategy_would_have_exported(stored, tmp_path, task, dtype):
+def test_transformers_loads_the_model_the_strategy_exports(stored, tmp_path, task, dtype):
     strategy = trained(replace(stored(task), dtype=dtype))
     checkpoint = saved(tmp_path, {"actor_train": strategy})
     strategy.export_model(tmp_path / "export")
@@ -91,7 +91,7 @@ def test_transformers_loads_what_the_strategy_would_have_exported(stored, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_no_optimizer_steps_comes_along(tmp_path, dtype):
+def test_buffers_without_optimizer_steps_are_converted(tmp_path, dtype):
     spec, biases = write_biased_checkpoint(tmp_path / "model", seed=1)
     strategy = trained(replace(spec, dtype=dtype))
     checkpoint = saved(tmp_path, {"actor_train": strategy})
@@ -106,7 +106,7 @@ def test_what_no_optimizer_steps_comes_along(tmp_path, dtype):
     assert all(torch.equal(found.state_dict()[name], each) for name, each in biases.items())
 
 
-def test_a_state_that_lacks_what_the_model_computes_with_is_refused(tmp_path, capsys):
+def test_state_without_required_buffers_is_refused(tmp_path, capsys):
     spec, (name, *_) = write_biased_checkpoint(tmp_path / "model", seed=1)
     checkpoint = saved(tmp_path, {"actor_train": trained(spec)}, buffers={})
     assert main(["checkpoint", "convert", str(checkpoint), str(tmp_path / "out")]) == 2
@@ -125,7 +125,7 @@ def test_neither_the_run_nor_its_model_is_needed_any_more(stored, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_a_model_made_from_nothing_comes_with_the_tokenizer_that_the_run_made(stored, tmp_path):
+def test_randomly_initialised_model_is_converted_with_tokenizer(stored, tmp_path):
     tokenizer = stored().path
     spec = ModelSpec(random_init=QWEN3, tokenizer=tokenizer, seed=3, dtype="bf16")
     strategy = trained(spec)
@@ -222,7 +222,7 @@ def test_adapters_of_experts_are_merged_into_each(with_experts, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_adapters_of_experts_are_written_for_each_as_peft_calls_them(with_experts, tmp_path):
+def test_expert_adapters_are_written_under_peft_names(with_experts, tmp_path):
     role, masters = with_experts("adapter")
     checkpoint = saved(tmp_path, {"actor_train": role})
     assert main(["checkpoint", "convert", str(checkpoint), str(tmp_path / "out")]) == 0
@@ -279,7 +279,7 @@ def saved_by_itself(folder, strategy, **changed):
 
 
 @pytest.mark.parametrize("adapters", [None, "merged", "adapter"])
-def test_a_default_checkpoint_becomes_what_the_strategy_would_have_exported(stored, tmp_path, adapters):
+def test_default_checkpoint_converts_to_the_strategy_export(stored, tmp_path, adapters):
     lora = adapters and LoraSpec(targets=("all-linear",), rank=4, alpha=8.0, export=adapters)
     strategy = trained(replace(stored(), dtype="bf16", lora=lora))
     checkpoint = saved_by_itself(tmp_path, strategy, world_size=8)
@@ -319,7 +319,7 @@ def test_a_target_that_cannot_be_written_is_named(stored, tmp_path, capsys):
     assert mentions(capsys.readouterr().err, RunDirectoryError.code, tmp_path / "file" / "out")
 
 
-def test_what_is_there_already_is_left_alone(tmp_path, capsys):
+def test_existing_output_directory_is_not_changed(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine", encoding="utf-8")
     assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / "out")]) != 0
@@ -384,7 +384,7 @@ def test_an_adapter_that_peft_saved_is_merged_as_peft_does(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_merged_checkpoint_and_a_merged_export_equal_the_published_weights(stored, tmp_path, dtype):
+def test_merged_checkpoint_and_export_equal_published_weights(stored, tmp_path, dtype):
     lora = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0, export="adapter")
     spec = stored()
     if dtype == "bf16":

@@ -74,9 +74,7 @@ def test_a_wrong_command_is_2(folder: Path, words: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_a_terminal_that_cannot_show_everything_is_shown_the_rest(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_skips_characters_that_the_terminal_cannot_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert cli.main(["doctor"]) == 0

@@ -147,7 +147,7 @@ def test_a_machine_that_cannot_be_is_2(
     assert f"argument {option}: found {value}, expected {expected}" in capsys.readouterr().err
 
 
-def test_what_is_not_known_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_memory_is_not_reported_as_fitting(capsys: pytest.CaptureFixture[str]) -> None:
     unknown = ["~sft_train.model_args.random_init", "pretrain=output/before/latest/export"]
     assert cli.main(["plan", "run.yaml", "--host-memory", "8", *unknown]) == 0
     shown = capsys.readouterr().out

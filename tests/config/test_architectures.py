@@ -66,7 +66,7 @@ def found(text, *overrides, needs=True):
 
 
 @pytest.mark.parametrize("strategy", ["hf_train", "fsdp2_train"])
-def test_a_model_type_that_transformers_cannot_build_is_a_mistake_where_it_is_written(here, strategy):
+def test_unknown_model_type_is_located(here, strategy):
     problems = found(RANDOM.replace("TYPE", "qwen33").replace("STRATEGY", strategy))
     assert [where for where, _ in problems] == [AT_RANDOM, AT_RANDOM]
     roles = (f"{strategy} of actor_train", "hf_infer of actor_infer")
@@ -89,7 +89,7 @@ def test_a_model_with_code_of_its_own_is_not_judged(here):
     assert found(STORED.replace("STRATEGY", "hf_train")) == []
 
 
-def test_a_role_with_an_environment_of_its_own_is_not_judged_by_the_packages_of_this_one(here, capsys):
+def test_role_with_own_environment_skips_local_package_checks(here, capsys):
     text = RANDOM.replace("TYPE", "qwen33").replace("STRATEGY", "hf_train")
     text = text.replace("{strategy_name: hf_infer}", f"{{strategy_name: hf_infer}}\n  environment: {sys.prefix}")
     (problem,) = found(text, "executor=ray")
@@ -104,7 +104,7 @@ def test_a_role_with_an_environment_of_its_own_is_not_judged_by_the_packages_of_
     assert "actor_train" not in line
 
 
-def test_the_lists_are_those_by_which_the_auto_classes_of_transformers_choose():
+def test_lists_equal_those_of_the_transformers_auto_classes():
     from transformers.models.auto import configuration_auto, modeling_auto
 
     for name, auto in ((CAUSAL_LM, "CAUSAL_LM"), (CLASSIFIER, "SEQUENCE_CLASSIFICATION")):
@@ -145,7 +145,7 @@ def tried(*columns, **keys):
     return check_tried({"model_type": "llama", **keys}, "acme_tried", *columns)
 
 
-def test_what_did_not_work_is_an_error_of_its_column(table):
+def test_failed_attempts_are_errors_of_their_column(table):
     table({"forward": 2e-6, "lora": "no_adapters"})
     assert tried("forward") is None
     with raises_error_with(ValueError, "llama", "lora", "no_adapters"):
@@ -156,7 +156,7 @@ def test_what_did_not_work_is_an_error_of_its_column(table):
         tried("start", "forward")
 
 
-def test_what_other_versions_or_devices_may_do_is_a_warning(table):
+def test_failures_on_other_versions_or_devices_are_warnings(table):
     for versions in ({"transformers": "4.0"}, {"no-such-engine": "1.0"}):
         table({"decode": "no_cache"}, **versions)
         assert mentions(tried("decode"), "no_cache", *versions)
@@ -235,7 +235,7 @@ def test_models_that_need_padding_are_known(keys, flat):
         ({}, False),
     ],
 )
-def test_mixtures_of_experts_are_known_by_their_keys_or_by_their_type(keys, mixture):
+def test_moe_models_are_recognised_by_keys_or_type(keys, mixture):
     assert has_experts(keys) is mixture
 
 
@@ -333,7 +333,7 @@ def test_lengths_beyond_rotary_positions_are_a_warning(here, more, warns):
     ],
     ids=str,
 )
-def test_values_of_random_models_are_checked_where_they_are_written(here, key, value):
+def test_random_model_values_are_checked_where_written(here, key, value):
     model = {"model_type": "qwen3", key: value}
     ((where, message),) = found(RANDOM.replace("{model_type: TYPE}", json.dumps(model)).replace("STRATEGY", "hf_train"))
     assert where[0] == 3
@@ -356,7 +356,7 @@ def test_overrides_that_a_model_lacks_are_refused(here):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "deepseek_v3", "qwen3_next", "gemma3", "mamba2", "opt"])
-def test_each_field_of_a_config_is_known_with_its_default(model_type):
+def test_every_field_of_a_config_is_known_with_its_default(model_type):
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type]

@@ -51,7 +51,7 @@ def test_a_plain_file_is_read_without_hydra_or_omegaconf(write):
     assert done.stdout.strip() == "[]"
 
 
-def test_later_files_win_and_self_says_when_the_file_itself_comes(write):
+def test_later_files_win_and_self_sets_the_file_order(write):
     first = write(
         run="defaults: [one, _self_, two]\nseed: 2\nsave_steps: 2\n" + SFT, one="seed: 1\n", two="save_steps: 3\n"
     )
@@ -67,7 +67,7 @@ def test_the_sources_are_all_files_that_were_read(write):
     assert loaded.pipeline.name == "sft"
 
 
-def test_a_fragment_of_a_neighbouring_folder_is_merged_at_the_top_as_in_roll_s_examples(write):
+def test_neighbouring_fragment_is_merged_at_the_top_as_in_roll(write):
     file = write(
         agentic__run="defaults:\n  - ../config/envs@_here_\n" + SFT + "hydra: {run: {dir: .}, output_subdir: null}\n",
         config__envs="seed: 11\n",
@@ -75,7 +75,7 @@ def test_a_fragment_of_a_neighbouring_folder_is_merged_at_the_top_as_in_roll_s_e
     assert load(file, [], REGISTRY).config.seed == 11
 
 
-def test_a_fragment_is_merged_into_a_role_and_its_mistakes_are_found_there(write):
+def test_errors_in_a_fragment_of_a_role_are_located(write):
     file = write(run="defaults: [adam@sft_train.training_args]\n" + SFT, adam="learning_rate: 0.25\nadam_beta1: 0.5\n")
     assert load(file, [], REGISTRY).config.sft_train.training_args.learning_rate == 0.25
     Path("adam.yaml").write_text("learning_rate: 0.25\n\nadam_beta1: 2\n")
@@ -129,7 +129,7 @@ def test_an_override_removes_a_key(write):
 
 
 @pytest.mark.parametrize(("value", "remains"), [("3", 42), ("4", None), ("null", 42)])
-def test_an_override_with_a_value_removes_only_this_value_as_in_hydra(write, value, remains):
+def test_override_with_a_value_removes_only_that_value(write, value, remains):
     file = write(run=SFT + "seed: 3\n")
     if remains is None:
         with raises_error(ConfigError, "ROLL-C025", f"~seed={value}", "seed", value):
@@ -148,7 +148,7 @@ def test_slots_are_overridden_without_quotes(write, mapping):
     assert config.sft_train.device_mapping == (0, 1, 2, 3)
 
 
-def test_interpolations_give_numbers_mappings_and_the_environment(write, monkeypatch):
+def test_interpolations_return_numbers_mappings_and_environment(write, monkeypatch):
     monkeypatch.setenv("ROLL_TEST_FOLDER", "runs")
     file = write(
         run=SFT
@@ -169,7 +169,7 @@ def test_loading_leaves_nothing_behind(write):
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_loading_inside_of_a_hydra_application_leaves_its_state_alone(write, tmp_path):
+def test_loading_inside_hydra_keeps_its_state(write, tmp_path):
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -245,7 +245,7 @@ def test_composition_is_what_hydra_composes(write, tmp_path, files, chosen):
     assert ours == theirs
 
 
-def test_an_override_inside_of_a_reference_changes_one_key_and_keeps_the_others(write):
+def test_override_inside_a_reference_changes_one_key(write):
     rows = SFT.replace("rows.jsonl}", "rows.jsonl, max_samples: 3}")
     file = write(run=rows + "validation: {data_args: '${sft_train.data_args}'}\n")
     config = load(file, ["validation.data_args.file_name=held.jsonl"], REGISTRY).config

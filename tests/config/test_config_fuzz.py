@@ -163,7 +163,7 @@ def test_the_undamaged_configs_are_good():
         assert load_text(text) is not None
 
 
-@pytest.mark.slow  # `test_what_was_loaded_is_the_same_after_saving` has a tenth of these trees
+@pytest.mark.slow  # `test_saved_config_loads_equal` has a tenth of these trees
 @settings(FUZZ, max_examples=5 * EXAMPLES)
 @given(tree=damaged_trees())
 def test_a_damaged_tree_is_refused_in_words_or_kept_whole(tree):
@@ -230,7 +230,7 @@ def test_any_defaults_list_is_refused_in_words_or_composed(entries, inside):
 
 @settings(FUZZ, max_examples=EXAMPLES // 2)
 @given(tree=damaged_trees())
-def test_what_was_loaded_is_the_same_after_saving(tree):
+def test_saved_config_loads_equal(tree):
     assert_survives_saving(load_text(yaml.safe_dump(tree, allow_unicode=True)))
 
 

@@ -264,7 +264,7 @@ def test_a_switch_that_is_no_boolean_is_an_unknown_key(folder):
         load(folder / "run.yaml", [], REGISTRY)
 
 
-def test_latest_is_followed_unless_an_earlier_run_of_the_command_moves_it(folder):
+def test_latest_resolves_unless_an_earlier_run_moves_it(folder):
     (folder / "out/taught/001/export").mkdir(parents=True)
     (folder / "out/taught/latest").symlink_to("001")
     (folder / "latest").mkdir()

@@ -231,7 +231,7 @@ def test_every_key_says_what_it_means(schema):
 ROLES = ("model_args", "training_args", "generating_args", "strategy_args", "rewards", "kind")
 
 
-def test_a_key_has_an_example_unless_its_type_or_default_shows_one():
+def test_keys_have_an_example_unless_type_or_default_shows_one():
     """A default of null, `[]`, `{}`, or with the defaults of its own keys shows no form."""
     bare = [
         f"{schema.__name__}.{name}"

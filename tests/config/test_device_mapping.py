@@ -44,7 +44,7 @@ def terms(draw):
 
 @settings(max_examples=600)
 @given(parts=st.lists(terms(), min_size=1, max_size=4), spaces=st.lists(st.sampled_from(["", " ", "  "]), min_size=4))
-def test_an_expression_means_what_it_means_in_python_or_is_refused_for_a_reason(parts, spaces):
+def test_expression_equals_python_or_is_refused_with_reason(parts, spaces):
     text = "".join(f"{space}{part}{space}+" for part, space in zip(parts, spaces, strict=False)).rstrip("+")
     used = text.split("+")
     try:
@@ -120,7 +120,7 @@ def test_a_list_of_a_list_is_that_list():
         "range(" * 5000,
     ],
 )
-def test_what_is_no_mapping_is_refused(text):
+def test_invalid_mapping_is_refused(text):
     with raises_error(ValueError):
         parse_device_mapping(text)
 

@@ -73,7 +73,7 @@ def problems(tmp_path):
         (["executor=ray"], "executor"),
     ],
 )
-def test_without_an_executor_of_several_workers_its_package_is_named(problems, overrides, key):
+def test_missing_executor_package_for_several_workers_is_named(problems, overrides, key):
     ((found, code, hint),) = problems(*overrides)
     assert (found, code) == (key, UnknownProviderError.code)
     assert "pip install roll-executor-ray" in hint
@@ -92,7 +92,7 @@ def test_a_reward_of_several_workers_names_the_package_too(tmp_path):
     assert "pip install roll-executor-ray" in found.hint
 
 
-def test_one_worker_needs_no_further_package(problems):
+def test_single_worker_needs_no_further_package(problems):
     assert problems() == []
     assert problems("executor=local") == []
 
@@ -107,13 +107,13 @@ def test_an_executor_of_priority_0_must_be_named(problems):
     assert problems(TWO, "executor=swarm", having=[executor("swarm")]) == []
 
 
-def test_two_of_the_same_priority_are_a_mistake(problems):
+def test_executors_of_equal_priority_are_an_error(problems):
     tie = [executor("swarm", priority=1), executor("herd", priority=1)]
     ((key, code, _),) = problems(TWO, having=tie)
     assert (key, code) == ("sft_train.device_mapping", ProviderConflictError.code)
 
 
-def test_a_role_s_own_environment_needs_an_executor_that_starts_it(problems):
+def test_role_environment_needs_an_executor_that_starts_it(problems):
     having = [executor("swarm", priority=2), executor("herd", priority=1, python_environments=True)]
     assert problems("+sft_train.environment=envs", having=having) == []
     for name in ("swarm", "local"):

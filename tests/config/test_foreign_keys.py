@@ -111,7 +111,7 @@ def test_a_foreign_key_gets_ours(tmp_path, foreign, ours):
         ("adv_estimator=reinforce", "norm_mean_type=group", "norm_std_type=batch"),
     ],
 )
-def test_what_the_hint_for_scale_rewards_says_is_valid(overrides, tmp_path):
+def test_hint_for_scale_rewards_is_a_valid_config(overrides, tmp_path):
     file = tmp_path / "run.yaml"
     key = "actor_train.training_args.gradient_accumulation_steps=128"
     file.write_text(RLVR % ("per_device_train_batch_size: 8", "top_k: 0", "top_k: 0", "scale_rewards: none"))
@@ -184,7 +184,7 @@ def test_a_batch_size_in_foreign_words_brings_no_second_mistake(tmp_path):
     assert list(hints(tmp_path, text)) == [(15, 1, "train_batch_size")]
 
 
-def test_the_page_for_users_of_other_libraries_names_keys_and_defaults_of_the_schema():
+def test_coming_from_page_names_keys_and_defaults_of_the_schema():
     """docs/coming-from.md: the columns `here` have keys and defaults, the column `keys here` settings."""
     docs = Path(__file__).parents[2] / "docs"
     pages = (docs / "configuration.md").read_text(encoding="utf-8")

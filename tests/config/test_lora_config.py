@@ -121,7 +121,7 @@ def test_every_key_arrives(read):
 
 
 @pytest.mark.parametrize("off", ["lora_rank=0", "lora_rank=null", "lora_target=null"])
-def test_one_override_trains_the_whole_model(read, off):
+def test_single_override_trains_the_whole_model(read, off):
     args = read(SFT, f"sft_train.model_args.{off}").sft_train.model_args
     assert not args.trains_adapters
     assert lora_spec(args) is None
@@ -134,7 +134,7 @@ def test_a_saved_config_without_adapters_loads_again(read):
     assert read(dump(config)) == config
 
 
-def test_a_strategy_without_adapters_is_refused_where_they_are_asked_for(read):
+def test_lora_with_a_strategy_without_adapters_is_refused(read):
     text = SFT.replace("hf_train", "plain_train")
     with raises_error("ROLL-C017", "plain_train", "hf_train", key="sft_train.model_args.lora_target") as raised:
         read(text)
@@ -143,7 +143,7 @@ def test_a_strategy_without_adapters_is_refused_where_they_are_asked_for(read):
     read(text, "sft_train.model_args.lora_rank=0")
 
 
-def test_an_engine_that_asks_for_adapters_is_refused_where_nobody_trains_any(read):
+def test_engine_adapters_without_a_trained_adapter_are_refused(read):
     text = RLVR.replace("hf_infer}", "hf_infer, strategy_config: {enable_lora: true}}").replace(
         "use_kl_loss: true\n", ""
     )
@@ -169,7 +169,7 @@ def test_an_engine_that_asks_for_adapters_is_refused_where_nobody_trains_any(rea
     ],
     ids=["whole weights beside them", "DoRA", "4 bits", "experts", "embeddings", "only the critic's", "no export"],
 )
-def test_an_engine_that_asks_for_adapters_is_refused_where_the_policy_sends_none(read, override):
+def test_engine_adapters_are_refused_if_the_policy_sends_none(read, override):
     text = RLVR.replace("hf_infer}", "hf_infer, strategy_config: {enable_lora: true}}").replace(
         "use_kl_loss: true", "adv_estimator: gae"
     )
@@ -180,7 +180,7 @@ def test_an_engine_that_asks_for_adapters_is_refused_where_the_policy_sends_none
         read(text, override)
 
 
-def test_an_engine_that_only_evaluates_gets_adapters_or_is_refused(read, registry):
+def test_evaluation_engine_gets_adapters_or_is_refused(read, registry):
     engine = {"strategy_args": {"strategy_name": "hf_infer", "strategy_config": {"enable_lora": True}}}
     rows = {"data_args": {"file_name": "rows.jsonl"}}
     text = SFT + yaml.safe_dump(
@@ -212,7 +212,7 @@ def test_adapters_that_megatron_has_not_are_refused(read, key):
         read(SFT.replace("hf_train", "megatron_train"), f"sft_train.model_args.{key}")
 
 
-def test_4_bits_are_refused_without_a_strategy_or_a_library_for_them(read, monkeypatch):
+def test_4bit_without_strategy_or_library_support_is_refused(read, monkeypatch):
     at = "sft_train.model_args.load_in_4bit"
     for name in ("megatron_train", "deepspeed_train", "merged_train"):
         with raises_error("ROLL-C017", name, "hf_train", "fsdp2_train", key=at):
@@ -233,7 +233,7 @@ def test_4_bits_are_refused_without_a_strategy_or_a_library_for_them(read, monke
 
 
 @pytest.mark.parametrize("role", ["actor_infer", "reference"])
-def test_adapters_of_a_role_whose_strategy_loads_none_are_refused(read, role):
+def test_adapters_of_a_role_that_cannot_load_them_are_refused(read, role):
     plain = {"actor_infer": "plain_infer", "reference": "plain_train"}[role]
     reference = yaml.safe_dump({"reference": {"strategy_args": {"strategy_name": "hf_infer"}}})
     chosen = f"{role}.strategy_args.strategy_name={plain}"
@@ -242,7 +242,7 @@ def test_adapters_of_a_role_whose_strategy_loads_none_are_refused(read, role):
         read(RLVR + reference, chosen, f"{role}.model_args.lora_target=all-linear")
 
 
-def test_a_policy_with_adapters_needs_no_reference_and_may_have_one(read):
+def test_reference_is_optional_for_a_policy_with_adapters(read):
     assert read(RLVR).reference is None
     reference = yaml.safe_dump({"reference": {"strategy_args": {"strategy_name": "hf_infer"}}})
     assert read(RLVR + reference).reference is not None

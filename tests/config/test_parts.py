@@ -146,20 +146,20 @@ def keys(found):
     return [key for key, _ in found]
 
 
-def test_fewer_ranks_than_a_replica_needs_are_a_mistake_of_their_own(problems):
+def test_too_few_ranks_for_a_replica_are_a_separate_error(problems):
     """A batch size cannot be compared with such a role, which must not hide the mistake."""
     spread = "actor_train.strategy_args={strategy_name: spread_train, strategy_config: {tensor_size: 2}}"
     assert keys(problems(spread)) == ["actor_train.strategy_args.strategy_config"]
     assert keys(problems("actor_train.ranks_per_replica=2")) == ["actor_train.ranks_per_replica"]
 
 
-def test_an_option_that_the_policy_loss_does_not_have_is_a_mistake(problems):
+def test_unknown_option_of_the_policy_loss_is_an_error(problems):
     assert keys(problems("pg_options.log_ratio_clmap=10")) == ["pg_options.log_ratio_clmap"]
     assert keys(problems("pg_options.log_ratio_clamp=-1")) == ["pg_options.log_ratio_clamp"]
     assert not problems("pg_options.log_ratio_clamp=10")
 
 
-def test_an_option_that_a_part_needs_is_missed_even_if_it_is_given_none(problems):
+def test_required_option_set_to_none_is_missing(problems):
     assert keys(problems("track_with=[strict_board]")) == ["tracker_kwargs.strict_board.project"]
     assert not problems("track_with=[strict_board]", "tracker_kwargs.strict_board.project=x")
 
@@ -190,7 +190,7 @@ def test_an_option_that_the_tracker_does_not_have_is_a_mistake(problems):
         ("rewards.math.reward=Forgetful", "too many positional arguments"),
     ],
 )
-def test_a_part_that_cannot_be_called_as_its_contract_is_a_mistake(problems, override, why):
+def test_part_that_does_not_match_its_contract_is_an_error(problems, override, why):
     ((key, message),) = problems(override)
     assert key == override.partition("=")[0]
     assert "roll-acme 2.1" in message
@@ -227,7 +227,7 @@ def test_a_part_that_can_be_called_or_not_be_read_is_none(problems, override):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "relative"])
-def test_an_estimator_that_normalises_rewards_itself_accepts_no_other_normalisation(problems, estimator):
+def test_self_normalising_estimator_refuses_other_normalisation(problems, estimator):
     chosen = f"adv_estimator={estimator}"
     assert not problems(chosen, "norm_mean_type=group", "norm_std_type=group")
     found = problems(chosen, "norm_mean_type=batch", "norm_std_type=running")
@@ -235,7 +235,7 @@ def test_an_estimator_that_normalises_rewards_itself_accepts_no_other_normalisat
     assert not problems("adv_estimator=estimator", "norm_mean_type=batch", "norm_std_type=running")
 
 
-def test_estimators_of_turns_are_refused_where_rollouts_have_one_turn(problems):
+def test_turn_estimators_are_refused_for_single_turn_rollouts(problems):
     for estimator in ("gigpo", "step_reinforce", "agentic_reinforce"):
         assert keys(problems(f"adv_estimator={estimator}")) == ["adv_estimator"]
     # Without a critic, turn_gae has two reasons.
@@ -244,14 +244,14 @@ def test_estimators_of_turns_are_refused_where_rollouts_have_one_turn(problems):
     assert keys(found) == ["adv_estimator", "norm_mean_type"]
 
 
-def test_a_critic_and_an_estimator_that_reads_its_values_come_together(problems):
+def test_critic_and_value_estimator_require_each_other(problems):
     critic = "+critic.strategy_args.strategy_name=hf_train"
     assert keys(problems("adv_estimator=gae")) == ["adv_estimator"]
     assert not problems("adv_estimator=gae", critic)
     assert keys(problems("adv_estimator=grpo", critic)) == ["critic"]
 
 
-def test_an_estimator_of_the_user_may_read_the_values_of_a_critic(problems, tmp_path):
+def test_user_estimator_may_read_critic_values(problems, tmp_path):
     (tmp_path / f"{MODULE}_options.py").write_text("def estimator(batch): ...")
     chosen = f"adv_estimator={MODULE}_options:estimator"
     assert not problems(chosen, "+critic.strategy_args.strategy_name=hf_train")
@@ -272,12 +272,12 @@ def test_pass_at_k_needs_more_samples_than_k(problems, options, refused):
 
 
 @pytest.mark.parametrize(("estimator", "refused"), [("grpo", 1), ("rloo", 1), ("relative", 1), ("reinforce", 0)])
-def test_an_estimator_that_compares_samples_needs_two_of_each_prompt(problems, estimator, refused):
+def test_comparing_estimator_needs_two_samples_per_prompt(problems, estimator, refused):
     found = problems(f"adv_estimator={estimator}", "num_return_sequences_in_group=1")
     assert keys(found) == ["num_return_sequences_in_group"] * refused
 
 
-def test_a_requirement_that_is_not_installed_is_a_mistake_where_the_part_would_run(problems):
+def test_missing_requirement_is_an_error_where_the_part_runs(problems):
     needy = ("actor_infer.strategy_args.strategy_name=needy", "pg_variant=needy_loss")
     found = problems(*needy, needs=True)
     assert sorted(keys(found)) == ["actor_infer.strategy_args.strategy_name", "pg_variant"]
@@ -323,11 +323,11 @@ def test_batches_are_counted_by_replicas(problems):
         ("actor_train.strategy_args.strategy_name=spread_trian", "actor_train.strategy_args.strategy_name"),
     ],
 )
-def test_a_mistake_that_hides_the_number_of_replicas_is_the_only_one(problems, override, wrong):
+def test_error_that_hides_the_replica_count_is_the_only_one(problems, override, wrong):
     assert keys(problems(*SPREAD, override)) == [wrong]
 
 
-def test_a_batch_that_divides_for_no_number_of_replicas_is_a_mistake_all_the_same(problems):
+def test_indivisible_batch_is_an_error_without_a_replica_count(problems):
     found = problems(*SPREAD, f"{AT}.tensor_sise=4", "actor_train.training_args.per_device_train_batch_size=3")
     assert sorted(keys(found)) == ["", f"{AT}.tensor_sise"]
 
@@ -382,13 +382,13 @@ def mine(tmp_path, monkeypatch):
         (["pg_variant=nowhere_of_a_test:loss"], None),
     ],
 )
-def test_a_function_of_the_user_is_a_policy_loss_with_the_options_of_its_signature(problems, overrides, wrong):
+def test_user_function_is_a_policy_loss_with_its_options(problems, overrides, wrong):
     found = problems(*overrides)
     assert sorted(keys(found)) == (["pg_variant"] if wrong is None else [f"pg_options.{key}" for key in wrong])
 
 
 @pytest.mark.usefixtures("mine")
-def test_a_function_of_the_user_is_an_advantage_estimator_with_the_options_of_its_signature(problems):
+def test_user_function_is_an_estimator_with_its_options(problems):
     chosen = "adv_estimator=mine_of_a_test:estimator"
     assert not problems(chosen, "adv_options={scale: 2.0}", "norm_mean_type=batch")
     assert keys(problems(chosen, "adv_options={scale: two}")) == ["adv_options.scale"]

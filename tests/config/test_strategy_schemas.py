@@ -163,7 +163,7 @@ def test_slots_per_worker_are_computed_from_the_strategy(check):
     assert config.engines["one"].num_gpus_per_worker == 6
 
 
-def test_slots_per_worker_that_contradict_the_strategy_are_refused(check):
+def test_slots_that_contradict_the_strategy_are_refused(check):
     found = problems_of(
         check,
         """
@@ -177,7 +177,7 @@ def test_slots_per_worker_that_contradict_the_strategy_are_refused(check):
     assert found == [("engines.one.num_gpus_per_worker", "found 4, but engine's strategy_config makes it 2")]
 
 
-def test_slots_that_the_computed_size_does_not_divide_are_refused(check):
+def test_slots_not_divisible_by_computed_size_are_refused(check):
     text = """
         engines:
           one:
@@ -213,7 +213,7 @@ def test_several_ranks_without_data_parallelism_are_refused(check, ranks):
 
 
 @pytest.mark.parametrize("kind", get_args(ModelParallelism))
-def test_each_kind_of_parallelism_has_to_be_declared(check, kind):
+def test_every_kind_of_parallelism_must_be_declared(check, kind):
     on = ["learner.device_mapping=[0,1]", f"learner.strategy_args.strategy_config.sizes.{kind}=2"]
     at = "learner.strategy_args.strategy_config"
     ranks = 1 if kind == "expert_parallel" else 2
@@ -244,7 +244,7 @@ def test_gradient_checkpointing_is_off_for_a_strategy_without_it(check):
     assert [each.key for each in raised.value.problems] == ["learner.model_args.disable_gradient_checkpointing"]
 
 
-def test_strategy_config_is_judged_by_the_schema_that_the_strategy_brings(check):
+def test_strategy_config_is_validated_by_the_strategy_schema(check):
     found = problems_of(
         check,
         """
@@ -260,7 +260,7 @@ def test_strategy_config_is_judged_by_the_schema_that_the_strategy_brings(check)
     ]
 
 
-def test_a_key_of_the_strategy_that_stands_in_the_role_is_sent_where_it_belongs(check):
+def test_strategy_key_in_the_role_gets_a_hint_to_its_place(check):
     with raises_error(ConfigError, "engines.one.strategy_args.strategy_config"):
         check("engines: {one: {tensor_parallel_size: 2, strategy_args: {strategy_name: engine}}}\n")
 
@@ -270,7 +270,7 @@ def test_a_strategy_without_a_schema_takes_no_keys(check):
         check("", "learner.strategy_args.strategy_config.size=1")
 
 
-def test_platform_and_precision_that_the_strategy_does_not_have_are_refused(check):
+def test_unsupported_platform_and_precision_are_refused(check):
     text = "platform: cpu\nengines: {one: {model_args: {dtype: fp32}, strategy_args: {strategy_name: engine}}}\n"
     with raises_error("ROLL-C017", "engine", "fp32", "bf16", key="engines.one.model_args.dtype") as raised:
         check(text)
@@ -313,7 +313,7 @@ def test_a_schema_whose_rule_crashes_names_its_owner(registry, tmp_path):
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_a_reward_that_two_packages_offer_is_refused_only_where_it_is_used(check):
+def test_ambiguous_reward_is_refused_only_if_used(check):
     assert check("rewards: {}\n").rewards == {}
     with raises_error(ConfigError, "'roll-rewards/math_rule'", "'roll-acme/math_rule'"):
         check("rewards: {math: {reward: math_rule}}\n")

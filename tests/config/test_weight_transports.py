@@ -75,7 +75,7 @@ def read(tmp_path, registry):
         (("hf_train", "hf_infer"), ("weight_transport=shared",), []),
     ],
 )
-def test_roles_that_need_separate_processes_are_known_before_anything_starts(read, registry, names, overrides, words):
+def test_roles_that_need_separate_processes_are_known_early(read, registry, names, overrides, words):
     config = read(*names, *overrides)
     why = separate_processes_reason(rlvr(config).roles, config, registry)
     assert bool(why) == bool(words)
@@ -160,7 +160,7 @@ def test_roles_that_need_separate_processes_are_known_before_anything_starts(rea
         (("hf_train", "hf_infer"), ("executor=local", "weight_transport=pigeon"), "executor", "ROLL-C014", ["pigeon"]),
     ],
 )
-def test_pairs_without_a_transport_are_refused_where_they_are_written(read, names, overrides, key, code, words):
+def test_roles_without_a_common_transport_are_refused_in_config(read, names, overrides, key, code, words):
     with pytest.raises(ConfigError) as caught:
         read(*names, *overrides)
     (problem,) = caught.value.problems
