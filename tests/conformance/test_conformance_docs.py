@@ -54,7 +54,7 @@ def test_every_test_has_its_line_and_no_other(text, kit):
 
 
 @pytest.mark.parametrize(("text", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
-def test_what_an_author_may_say_is_explained(text, name):
+def test_every_author_option_is_explained(text, name):
     assert re.search(rf"^- `{name}(\([\w, ]*\))?`: \S", text, flags=re.MULTILINE)
 
 

@@ -76,7 +76,7 @@ def test_an_explained_xfail_is_fine_and_other_tests_may_be_added():
     assert [mark.name for mark in Again.test_closing_twice_is_fine.pytestmark] == ["xfail"]
 
 
-def test_what_the_platform_cannot_compute_is_not_tested():
+def test_unsupported_dtype_of_the_platform_is_skipped():
     class Kit(TrainStrategyConformance):
         name = "hf_train"
 

@@ -75,7 +75,7 @@ def gone(process_id: int) -> bool:
     return False
 
 
-def test_each_rank_is_a_process_of_its_own(host, functions):
+def test_every_rank_is_a_separate_process(host, functions):
     found = host.run(functions.place, "a", 3, num_ranks=3)
     assert [(rank, arguments, colour) for rank, _, arguments, colour in found] == [
         (rank, ("a", 3), "green") for rank in range(3)
@@ -85,7 +85,7 @@ def test_each_rank_is_a_process_of_its_own(host, functions):
     assert all(gone(process) for process in processes)
 
 
-def test_the_rank_that_raised_is_named_and_the_others_do_not_keep_one_waiting(host, functions):
+def test_failed_rank_is_named_and_does_not_block_the_others(host, functions):
     began = time.monotonic()
     with raises_error(RanksFailedError, "rank 1", "LookupError", "about"):
         host.run(functions.fail, 1, num_ranks=3, timeout_s=60)
@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_is_named_with_the_place(host, functions):
         host.run(functions.hang_in_a_place_of_its_own, num_ranks=2, timeout_s=4)
 
 
-def test_what_a_rank_started_ends_with_it(host, functions, tmp_path):
+def test_processes_started_by_a_rank_end_with_it(host, functions, tmp_path):
     file = tmp_path / "ids"
     with raises_error(RanksFailedError, "rank 0", "8"):
         host.run(functions.start_a_child, str(file), timeout_s=8)
@@ -121,7 +121,7 @@ def test_the_host_goes_on_after_failures(host, functions):
     assert host.run(functions.place)[0][0] == 0
 
 
-def test_a_host_that_is_killed_takes_its_ranks_along_and_is_started_again(functions, tmp_path):
+def test_killed_host_kills_its_ranks_and_restarts(functions, tmp_path):
     host = RankHost()
     host.run(functions.place)
     file = tmp_path / "ids"

@@ -63,7 +63,7 @@ class StrictConfig(OpenConfig):
 
 
 @pytest.mark.parametrize(("schema", "wrong"), [(OpenConfig, True), (StrictConfig, False)])
-def test_a_schema_that_ignores_unknown_keys_fails_although_a_required_key_is_missing(schema, wrong):
+def test_schema_that_ignores_unknown_keys_fails_the_kit(schema, wrong):
     class Kit(PackagingConformance):
         name = "small"
 

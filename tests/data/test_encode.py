@@ -86,7 +86,7 @@ def test_named_templates_write_and_mask_as_documented(load, template, kind):
     assert one.tokens.tolist() == sequence.tokens[~sequence.loss_mask].tolist()
 
 
-def test_the_tokenizers_own_template_is_used_and_its_end_token_not_doubled(load):
+def test_tokenizer_template_adds_its_end_token_once(load):
     rows, data, tokenizer = load([{"prompt": "hi", "response": "hello"}], native=NATIVE)
     ((sequence,), _) = encode_sft(rows, data, tokenizer, prompt_length=200, response_length=50)
     assert learnt(sequence, tokenizer) == ("[user]hi\n[assistant]hello<eos>", "hello<eos>")
@@ -112,7 +112,7 @@ def test_every_answer_of_a_chat_is_learnt_and_nothing_else(load, arguments, whol
 
 
 @pytest.mark.parametrize("template", ["plain", "chatml", "qwen", "llama3"])
-def test_prompts_with_history_are_the_beginning_of_the_conversation(load, template):
+def test_prompts_with_history_begin_the_conversation(load, template):
     rows, data, tokenizer = load([{"chat": CHAT[:3]}, {"chat": CHAT}], messages="chat", template=template)
     prompts, _ = encode_prompts(rows, data, tokenizer, prompt_length=200)
     encoder = Encoder(tokenizer, data)
@@ -248,7 +248,7 @@ def test_learning_the_prompt_too_leaves_out_only_the_first_token(load):
     assert sequence.loss_mask.tolist() == [False, True, True, True]
 
 
-def test_an_empty_prompt_cannot_be_answered_but_its_response_can_be_learnt(load):
+def test_empty_prompt_is_refused_but_its_response_is_trained(load):
     rows, data, tokenizer = load([{"prompt": "", "response": "12"}])
     with raises_error(DataError, "row 1"):
         encode_prompts(rows, data, tokenizer, prompt_length=9)
@@ -262,7 +262,7 @@ def test_an_empty_response_is_the_end_token_alone(load):
     assert learnt(sequence, tokenizer)[1] == "<eos>"
 
 
-def test_unknown_templates_and_missing_control_tokens_are_refused(load):
+def test_unknown_templates_and_control_tokens_are_refused(load):
     _, _, tokenizer = load([{"prompt": "12", "response": "3"}])
     with raises_error(DataError, "'chatmal'"):
         load_template("chatmal", tokenizer)

@@ -79,14 +79,14 @@ def trained_texts(folder: Path, template: str, marks: tuple[str, ...], eos: str)
     return [tokenizer.decode(tokens[a:b].tolist()) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def test_a_token_that_does_not_end_generation_is_not_trained_as_an_end(tmp_path: Path) -> None:
+def test_token_that_ends_no_generation_is_not_trained_as_an_end(tmp_path: Path) -> None:
     family = FAMILIES["gpt-oss"]
     final = "<|channel|>final<|message|>"
     texts = trained_texts(tmp_path, family.template, family.special, "<|return|>")
     assert texts == [f"{final}A1", f"{final}A2<|end|><|return|>"]
 
 
-def test_the_end_of_an_earlier_reply_is_trained_and_ends_generation(tmp_path: Path) -> None:
+def test_end_of_an_earlier_reply_is_trained_and_ends_generation(tmp_path: Path) -> None:
     turns = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<|end|>{% endfor %}"
     template = turns + "{% if add_generation_prompt %}<a>{% else %}{{ eos_token }}{% endif %}"
     assert trained_texts(tmp_path, template, ("<|end|>",), "<eos>") == ["A1<|end|>", "A2<|end|><eos>"]

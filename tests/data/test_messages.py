@@ -75,7 +75,7 @@ ENDS_THE_LAST_REPLY = (
 
 @pytest.mark.parametrize("contents", [("A1", "Q2", "A2"), ("end", "e", "|>"), ("Q1", "assistant", "user")])
 @pytest.mark.parametrize(("template", "last"), [(ENDS_THE_CONVERSATION, "<|end|>"), (ENDS_THE_LAST_REPLY, "")])
-def test_each_reply_is_trained_once(template: str, last: str, contents: tuple[str, ...]) -> None:
+def test_every_reply_is_trained_once(template: str, last: str, contents: tuple[str, ...]) -> None:
     first, question, second = contents
     chat = [CHAT[0], *({**m, "content": text} for m, text in zip(CHAT[1:], contents, strict=True))]
     assert trained(chat, byte_tokenizer(template, eos="<|done|>")) == (
@@ -90,7 +90,7 @@ def test_a_reply_that_follows_a_reply_is_trained_once() -> None:
     )
 
 
-def test_templates_without_an_end_of_turn_are_refused_for_several_turns() -> None:
+def test_template_without_end_of_turn_is_refused_for_many_turns() -> None:
     bare = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     template = bare + "{% if add_generation_prompt %}[assistant]{% else %}{{ eos_token }}{% endif %}"
     with raises_error(DataError, "rows.jsonl row 1", "message 2"):

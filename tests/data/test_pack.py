@@ -51,7 +51,7 @@ def test_no_sequences_make_no_microbatches():
     assert balance([], 3) == [[], [], []]
 
 
-def test_rows_of_a_rollout_and_rollouts_of_a_unit_belong_together():
+def test_rows_of_a_rollout_and_rollouts_of_a_unit_stay_together():
     rows = [
         sequence("1", 2, rollout=5),
         sequence("2", 2),
@@ -97,7 +97,7 @@ def test_rollouts_units_and_streams_by_hand():
     rows=st.lists(st.tuples(st.integers(1, 20), st.none() | st.integers(0, 6)), max_size=24),
     limits=st.tuples(st.integers(1, 40), st.none() | st.integers(1, 6), st.integers(1, 4), st.integers(1, 5)),
 )
-def test_units_are_neither_torn_nor_spread_over_ranks_and_stay_within_the_limits(rows, limits):
+def test_units_are_not_split_over_ranks_and_respect_the_limits(rows, limits):
     max_tokens, max_sequences, multiple, ranks = limits
     made = [sequence(str(i), length, unit=unit) for i, (length, unit) in enumerate(rows)]
     tuples = {tuple(made[i].id for i in unit) for unit in units(made)}
@@ -133,7 +133,7 @@ def test_given_ids_are_concatenated_and_checked():
             pack([sequence("777", 2, gather_ids=np.zeros(shape, np.int64))])
 
 
-def test_a_sequence_longer_than_the_budget_has_a_microbatch_of_its_own():
+def test_sequence_over_the_budget_gets_its_own_microbatch():
     micros = pack([sequence("1", 2), sequence("2", 9), sequence("3", 2), sequence("4", 2)], max_tokens=4)
     assert [micro.ids for micro in micros] == [("1",), ("2",), ("3", "4")]
 
@@ -209,7 +209,7 @@ def test_a_field_that_only_some_sequences_have_is_named():
 
 
 @given(lengths=st.lists(st.integers(1, 1000), max_size=60), ranks=st.integers(1, 8))
-def test_balance_gives_every_sequence_to_one_rank_and_keeps_loads_near(lengths, ranks):
+def test_balance_assigns_every_sequence_to_one_rank(lengths, ranks):
     rows = [sequence(str(i), length) for i, length in enumerate(lengths)]
     shares = balance(rows, ranks)
     assert sorted(i for share in shares for i in share) == list(range(len(rows)))
@@ -221,7 +221,7 @@ def test_balance_gives_every_sequence_to_one_rank_and_keeps_loads_near(lengths, 
 
 
 @given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**32), size=st.integers(1, 50), step=st.integers(0, 20))
-def test_row_order_visits_every_row_once_an_epoch_and_is_a_function_of_the_step(num_rows, seed, size, step):
+def test_row_order_visits_every_row_once_per_epoch(num_rows, seed, size, step):
     order = RowOrder(num_rows, seed)
     straight = [row for at in range(step + 1) for row in order.batch(at, size)]
     assert RowOrder(num_rows, seed).batch(step, size) == straight[-size:]

@@ -48,7 +48,7 @@ def test_the_answer_follows_the_last_end_of_reasoning(begin):
         ("final=4", "final=4"),
     ],
 )
-def test_channels_of_gpt_oss_are_read_with_and_without_special_tokens(response, answer):
+def test_gpt_oss_channels_parse_with_and_without_special_tokens(response, answer):
     assert answer_of(response) == answer
 
 

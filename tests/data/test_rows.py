@@ -108,7 +108,7 @@ def test_files_that_cannot_be_read_say_where(tmp_path, name, content, facts):
     assert name in str(caught.value)
 
 
-def test_rows_of_files_with_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_files_of_equal_name_are_distinguished_by_folder(tmp_path):
     paths = []
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -169,7 +169,7 @@ CHAT = [
 ]
 
 
-def test_a_query_follows_the_prompt_on_a_new_line_unless_it_is_empty(tmp_path):
+def test_query_follows_the_prompt_on_a_new_line_unless_empty(tmp_path):
     stored = [{"prompt": "Translate.", "input": text} for text in ("chat", "", None)]
     file = write(tmp_path / "a.jsonl", [*stored, {"prompt": "Translate.", "input": 3}])
     data = DataArguments(file_name=file, query="input")
@@ -300,14 +300,14 @@ def test_a_row_that_no_library_can_take_is_named(tmp_path, name, content, row):
     assert caught.value.exit_code == 2
 
 
-def test_bytes_of_a_parquet_column_that_are_no_text_name_their_row(tmp_path):
+def test_invalid_text_in_a_parquet_column_names_its_row(tmp_path):
     raw = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
     pyarrow.parquet.write_table(pa.table({"prompt": raw}), tmp_path / "a.parquet")
     with raises_error(DataError, "a.parquet", "row 2"):
         read_rows(DataArguments(file_name=str(tmp_path / "a.parquet")))
 
 
-def test_a_date_of_parquet_that_python_cannot_hold_names_the_file(tmp_path):
+def test_parquet_date_out_of_range_names_the_file(tmp_path):
     times = pa.array([2**62], pa.timestamp("us"))
     pyarrow.parquet.write_table(pa.table({"prompt": ["a"], "time": times}), tmp_path / "a.parquet")
     with raises_error(DataError, "a.parquet"):
@@ -389,7 +389,7 @@ def test_messages_nested_too_deep_name_their_row(tmp_path):
         messages_of(rows[0], data, rows, response=False)
 
 
-def test_brackets_in_text_are_no_nesting_and_compressed_files_are_read(tmp_path):
+def test_text_brackets_do_not_nest_and_compressed_files_load(tmp_path):
     rows = [{"prompt": "[" * 5_000 + '"{', "list": [[1], [2]] * 200}]
     text = "\ufeff" + json.dumps(rows[0]) + "\n"
     (tmp_path / "a.jsonl").write_text(text)
@@ -441,7 +441,7 @@ def zstd(content: bytes) -> bytes:
     [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", zstd), ("", zstd)],
 )
 @pytest.mark.parametrize("format", ["jsonl", "json", "csv", "tsv"])
-def test_the_ending_before_that_of_a_compressed_file_is_its_format(tmp_path, ending, compress, format):
+def test_format_of_a_compressed_file_is_its_inner_extension(tmp_path, ending, compress, format):
     rows = [{"prompt": "é", "response": "b"}, {"prompt": "c", "response": "d"}]
     mark = {"csv": ",", "tsv": "\t"}.get(format, "")
     text = "".join(mark.join(each) + "\n" for each in [rows[0].keys(), *(row.values() for row in rows)])

@@ -42,7 +42,7 @@ def test_only_a_model_without_the_files_has_no_tokenizer(made, tmp_path):
         stored_tokenizer(str(tmp_path))
 
 
-def test_a_hub_model_has_the_tokenizer_whose_files_were_downloaded_with_it(monkeypatch, tmp_path):
+def test_hub_model_uses_the_tokenizer_downloaded_with_it(monkeypatch, tmp_path):
     def unreadable(*args, **given):
         raise ValueError("unknown-class")
 
@@ -109,7 +109,7 @@ def test_an_alphabet_counts_each_character_once(tmp_path):
     assert len(tokenizer) == 5
 
 
-def test_an_empty_alphabet_and_a_vocabulary_without_room_are_refused(tmp_path):
+def test_empty_alphabet_and_too_small_vocabulary_are_refused(tmp_path):
     with raises_error(DataError, "alphabet"):
         make_tokenizer(TokenizerConfig(kind="char"), (), tmp_path)
     config = TokenizerConfig(kind="bpe", vocab_size=260)
@@ -117,7 +117,7 @@ def test_an_empty_alphabet_and_a_vocabulary_without_room_are_refused(tmp_path):
         make_tokenizer(config, TEXTS, tmp_path, control_tokens=["<a>", "<b>", "<c>", "<d>", "<e>"])
 
 
-def test_a_tokenizer_whose_loading_fails_without_a_message_is_an_error_of_the_model(tmp_path, monkeypatch):
+def test_tokenizer_error_without_message_names_the_model(tmp_path, monkeypatch):
     def fail(path, **options):
         raise OSError
 
@@ -127,7 +127,7 @@ def test_a_tokenizer_whose_loading_fails_without_a_message_is_an_error_of_the_mo
         load_tokenizer(str(tmp_path))
 
 
-def test_a_model_without_tokenizer_is_refused_not_given_an_empty_one(tmp_path):
+def test_model_without_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 10}', encoding="utf-8")
     with raises_error(ModelError, tmp_path, "tokenizer.kind"):
         load_tokenizer(str(tmp_path))
@@ -135,7 +135,7 @@ def test_a_model_without_tokenizer_is_refused_not_given_an_empty_one(tmp_path):
 
 @pytest.mark.parametrize("key", ["pretrain", "model_name_or_path"])
 @pytest.mark.parametrize("trusted", [True, False])
-def test_code_that_is_stored_with_a_tokenizer_runs_if_its_model_is_trusted(tmp_path, key, trusted):
+def test_tokenizer_code_runs_if_its_model_is_trusted(tmp_path, key, trusted):
     stored, chosen = tmp_path / "model", tmp_path / "tokenizer"
     make_tokenizer(TokenizerConfig(kind="char", alphabet="ab"), (), stored).save_pretrained(stored)
     file = stored / "tokenizer_config.json"

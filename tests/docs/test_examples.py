@@ -261,7 +261,7 @@ def test_the_readmes_engine_is_found_with_its_keys(site):
     assert record.capabilities.weight_transports == ("shm", "collective")
 
 
-def test_an_estimator_has_keys_of_its_own_and_compares_the_responses_of_a_group(site, tmp_path, monkeypatch):
+def test_estimator_example_has_its_keys_and_compares_groups(site, tmp_path, monkeypatch):
     """Two groups, of responses with 1, 2 and 3 tokens and with 1 token."""
     import torch
 
@@ -326,7 +326,7 @@ def test_an_estimator_without_the_cores_helpers_equals_grpo():
     assert torch.allclose(estimate(batch).advantages_T, grpo(batch).advantages_T, atol=1e-6)
 
 
-def test_a_normaliser_of_the_user_changes_the_rewards_of_an_estimator(tmp_path, monkeypatch):
+def test_normaliser_example_changes_estimator_rewards(tmp_path, monkeypatch):
     import torch
 
     from roll_core.spec.algorithms import AdvantageInput
@@ -466,7 +466,7 @@ def test_a_reward_function_is_called_with_the_rows_columns():
     assert (style("1+1=", "2.", solution="2"), style("1+1=", "2", solution="2")) == (1.0, 0.0)
 
 
-def test_reward_functions_of_other_frameworks_on_the_page_are_recognized(tmp_path, monkeypatch):
+def test_reward_functions_of_other_frameworks_are_recognised(tmp_path, monkeypatch):
     from roll_rewards.user_function import prepare
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -520,7 +520,7 @@ def test_the_pages_agent_plays_and_its_config_is_accepted(tmp_path, monkeypatch)
     assert solve({"question": "1 + 1?", "answer": "2"}, session, **entry.agent_config) == 0.9
 
 
-def test_the_environments_of_the_page_have_the_keys_of_its_configs(tmp_path, monkeypatch):
+def test_environments_of_the_page_match_its_configs(tmp_path, monkeypatch):
     page = "docs/environments.md"
     monkeypatch.chdir(tmp_path)
     Path("counter_env.py").write_text(example(page, "class Counter"), encoding="utf-8")
@@ -554,7 +554,7 @@ def test_the_environments_of_the_page_have_the_keys_of_its_configs(tmp_path, mon
     assert (turn.messages[0]["content"], score.value) == ("5", 1.0)
 
 
-def test_the_pages_environment_is_solved_and_its_config_is_accepted(tmp_path, monkeypatch):
+def test_environment_example_is_solved_and_its_config_accepted(tmp_path, monkeypatch):
     page = "docs/agentic.md"
     monkeypatch.chdir(tmp_path)
     sums = example(page, "class Sums")
@@ -683,7 +683,7 @@ def kit(folder, name, suite, chosen=""):
     return re.findall(r"^PASSED .*::(\w+)", done.stdout, flags=re.MULTILINE)
 
 
-def test_the_pages_objective_and_term_have_the_losses_of_their_formulas():
+def test_objective_and_term_examples_equal_their_formulas():
     page, probability = "docs/algorithms.md", torch.tensor([0.0, 0.5, 0.25])
     names = vars(losses) | {"dataclass": dataclass, "weighted_sum": weighted_sum, "stream_weights": stream_weights}
     names |= {"torch": torch, "WantedOutputs": WantedOutputs, "LossOutput": LossOutput}
@@ -717,7 +717,7 @@ def test_an_engine_with_the_pages_update_passes_the_whole_kit(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_pages_suites_pass_for_strategies_and_platforms_that_are_right(tmp_path):
+def test_conformance_examples_pass_for_correct_plugins(tmp_path):
     page = "docs/conformance.md"
     train = example(page, 'name = "my_train"').replace("TestMine", "TestTrain").replace("my_train", "hf_train")
     board = example(page, "TestMine(PlatformConformance)").replace("TestMine", "TestBoard").replace('"mine"', '"cpu"')
@@ -773,7 +773,7 @@ def test_the_pages_suite_passes_for_an_environment_that_is_right(tmp_path):
     assert len(set(kit(tmp_path, "test_page", WALK + suite))) == 11
 
 
-def test_the_pipeline_of_a_package_trains_with_the_weights_of_its_rows(tmp_path, monkeypatch):
+def test_pipeline_example_trains_with_row_weights(tmp_path, monkeypatch):
     page, package = "docs/plugins.md", tmp_path / "roll_pipeline_weighted"
     package.mkdir()
     (package / "config.py").write_text(example(page, "class WeightedSFTConfig"), encoding="utf-8")
@@ -801,7 +801,7 @@ def test_the_pipeline_of_a_package_trains_with_the_weights_of_its_rows(tmp_path,
     assert ragged[0]["train/loss"] != ones[0]["train/loss"]
 
 
-def test_the_flow_of_a_package_trains_resumes_and_is_exported_without_a_tokenizer(tmp_path, site, monkeypatch):
+def test_flow_example_trains_resumes_and_exports(tmp_path, site, monkeypatch):
     page = "docs/plugins.md"
     plugin = """
         from roll_core.spec.hooks import hookimpl

@@ -183,7 +183,7 @@ def test_a_python_that_is_too_old(context: CheckContext, monkeypatch: pytest.Mon
     assert "uv venv --python 3.11" in found.remedy
 
 
-def test_libraries_of_this_environment_are_fine_and_the_main_ones_are_shown(context: CheckContext) -> None:
+def test_libraries_of_this_environment_are_ok(context: CheckContext) -> None:
     found = by_subject(software.libraries(context))
     assert {each.level for each in found.values()} == {"ok"}
     assert set(found) == set(software.SHOWN)

@@ -129,7 +129,7 @@ def test_a_check_whose_module_cannot_be_imported_is_a_finding(doctor: Doctor) ->
     assert "no_such_module" in of(found, "gone")[""].found
 
 
-def test_what_a_check_prints_does_not_end_up_in_the_output(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_check_is_not_printed(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     def talks(_: CheckContext) -> Iterator[CheckResult]:
         sys.stdout.write("hello")
         yield CheckResult(level="ok", found="quiet")
@@ -149,7 +149,7 @@ def test_whatever_a_check_answers_there_are_findings(doctor: Doctor, answer: lis
 # -- platforms ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_platform_says_why_it_was_or_was_not_chosen(doctor: Doctor) -> None:
+def test_every_platform_reports_why_it_was_or_was_not_chosen(doctor: Doctor) -> None:
     found = of(
         doctor(platforms={"cpu": (CpuPlatform, 0), "absent": (Absent, 10), "other": (CpuPlatform, -1)}), "platform"
     )
@@ -158,7 +158,7 @@ def test_each_platform_says_why_it_was_or_was_not_chosen(doctor: Doctor) -> None
     assert (found["other"].level, found["other"].wanted) == ("note", "available, not selected")
 
 
-def test_one_that_the_config_asks_for_and_is_not_here_is_an_error(doctor: Doctor) -> None:
+def test_missing_platform_named_in_the_config_is_an_error(doctor: Doctor) -> None:
     platforms = {"cpu": (CpuPlatform, 0), "absent": (Absent, 10)}
     found = of(doctor(platforms=platforms, config=config(platform="absent")), "platform")
     assert found["absent"].level == "error"
@@ -201,7 +201,7 @@ def strategy(needs: str | tuple[str, ...]) -> TrainProvider:
     return TrainProvider(name="acme_train", target="acme:Train", summary="", needs=(needs,))
 
 
-def test_an_engine_that_is_missing_is_an_error_only_for_a_config_that_uses_it(doctor: Doctor) -> None:
+def test_missing_engine_is_an_error_only_if_configured(doctor: Doctor) -> None:
     records = (strategy("no-such-engine>=2,<3"),)
     found = of(doctor(records=records), "requirements")["acme_train"]
     assert found.level == "warning"
@@ -237,7 +237,7 @@ def test_every_part_that_a_config_names_is_used(doctor: Doctor, kind: type[Provi
     assert levels == ["note", "error"]
 
 
-def test_an_engine_of_another_version_is_shown_beside_what_is_wanted(doctor: Doctor) -> None:
+def test_wrong_engine_version_is_shown_with_the_required_one(doctor: Doctor) -> None:
     found = of(doctor(records=(strategy("pluggy>=99"),)), "requirements")["acme_train"]
     assert mentions(found.found, "pluggy", ">=99")
 
@@ -246,12 +246,12 @@ def test_an_engine_that_is_there_is_fine(doctor: Doctor) -> None:
     assert of(doctor(records=(strategy("pluggy>=1"),)), "requirements")["acme_train"].level == "ok"
 
 
-def test_an_engine_that_is_published_under_several_names_is_there_under_one(doctor: Doctor) -> None:
+def test_engine_is_found_under_any_of_its_package_names(doctor: Doctor) -> None:
     found = of(doctor(records=(strategy(("no-such-engine>=1", "pluggy>=1")),)), "requirements")["acme_train"]
     assert (found.level, found.wanted) == ("ok", "no-such-engine>=1 or pluggy>=1")
 
 
-def test_what_an_absent_platform_lacks_is_no_warning(doctor: Doctor) -> None:
+def test_requirement_of_an_absent_platform_is_no_warning(doctor: Doctor) -> None:
     record = PlatformProvider(name="board", target="acme:Board", summary="", needs=("no-such-driver>=1",))
     assert of(doctor(records=(record,)), "requirements")["board"].level == "note"
 
@@ -259,7 +259,7 @@ def test_what_an_absent_platform_lacks_is_no_warning(doctor: Doctor) -> None:
 # -- Python environments -----------------------------------------------------------------------------------------------
 
 
-def test_the_environment_of_a_role_is_looked_at_instead_of_this_one(doctor: Doctor) -> None:
+def test_role_environment_is_checked_instead_of_this_one(doctor: Doctor) -> None:
     train = TrainProvider(name="acme_train", target="acme:Train", summary="", needs=("acme-engine",))
     core = Plugin(
         package="roll-core", version="1", entry_point="roll-core", target="", state="loaded", providers=(train,)

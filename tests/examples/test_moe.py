@@ -52,7 +52,7 @@ def test_the_policy_is_a_mixture_with_the_quick_starts_tokenizer(here):
     assert len(transformers.AutoTokenizer.from_pretrained(export)("01>")["input_ids"]) == 3
 
 
-def test_two_steps_run_with_and_without_replay(here):
+def test_short_runs_work_with_and_without_replay(here):
     history = {
         mode: roll.run(
             EXAMPLES / "moe" / "grpo.yaml", [*GRPO, f"router_replay.mode={mode}", f"exp_name={mode}"], files=False

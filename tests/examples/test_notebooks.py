@@ -32,7 +32,7 @@ def tables(outputs):
     return [each["data"]["text/html"] for each in outputs if "text/html" in each.get("data", {})]
 
 
-def test_notebooks_are_committed_without_outputs_and_name_their_parameters():
+def test_notebooks_have_no_outputs_and_name_their_parameters():
     notebooks = {each.stem: json.loads(each.read_text()) for each in (EXAMPLES / "notebooks").glob("*.ipynb")}
     assert set(notebooks) == set(SHORT)
     for notebook in notebooks.values():

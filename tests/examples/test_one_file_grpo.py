@@ -18,5 +18,5 @@ def test_rewards_rise():
     assert sum(rewards[-5:]) / 5 > 3 * sum(rewards[:5]) / 5
 
 
-def test_it_has_less_than_150_lines():
+def test_example_has_less_than_150_lines():
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) < 150

@@ -58,7 +58,7 @@ def test_memory_is_what_the_cgroup_allows(cgroups: Path) -> None:
         ),
     ],
 )
-def test_what_a_cgroup_holds_of_its_limit_is_not_free_but_for_copies_of_files(
+def test_cgroup_memory_is_not_free_except_file_cache(
     cgroups: Path, folder: str, names: tuple[str, str], stat: str
 ) -> None:
     """Shared memory is held, though it is counted with the files."""
@@ -70,7 +70,7 @@ def test_what_a_cgroup_holds_of_its_limit_is_not_free_but_for_copies_of_files(
     assert CpuPlatform().memory(0) == {"total": 10000, "used": 2000}
 
 
-def test_a_cgroup_over_its_limit_or_without_statistics_has_nothing_or_all_of_it_free(cgroups: Path) -> None:
+def test_cgroup_over_limit_has_none_free_and_without_stats_all(cgroups: Path) -> None:
     (cgroups / "memory.max").write_text("10000")
     assert host.free_memory_bytes() == 10000
     (cgroups / "memory.current").write_text("10001")
@@ -102,7 +102,7 @@ def test_cpu_is_always_found_and_says_what_it_saw() -> None:
     assert "GiB" in probe.why
 
 
-def test_half_precision_with_a_small_range_is_refused_with_the_way_out() -> None:
+def test_fp16_is_refused_with_an_alternative() -> None:
     platform = CpuPlatform()
     assert platform.supports("fp32") == ""
     assert platform.supports("bf16") == ""

@@ -133,7 +133,7 @@ def test_local_workers_get_and_give_the_very_objects(started: tuple[str, Run, Wo
 # -- errors
 
 
-def test_error_of_ours_keeps_its_class_and_gets_role_rank_and_host(run: Run, group: WorkerGroup) -> None:
+def test_our_error_keeps_its_class_and_gets_role_rank_and_host(run: Run, group: WorkerGroup) -> None:
     host = group.members[1].host
     with pytest.raises(CorruptTensorError) as caught:
         run(WorkerCall(group, "corrupt").at(1))
@@ -189,7 +189,7 @@ def test_deadline_names_the_ranks_that_did_not_answer(run: Run, group: WorkerGro
 # -- killing
 
 
-def test_a_worker_that_is_killed_is_gone_and_its_error_names_the_cause_and_the_stack(
+def test_killed_worker_error_names_cause_and_stack(
     run: Run, started: tuple[str, Run, WorkerGroup], another: Executor
 ) -> None:
     async def hang_and_kill() -> None:
@@ -338,7 +338,7 @@ def test_killed_worker_is_noticed_and_named(run: Run, another: Executor, pending
 
 
 @only_ray
-def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run, another: Executor) -> None:
+def test_worker_with_dead_engine_counts_as_dead_and_is_replaced(run: Run, another: Executor) -> None:
     async def lose_one() -> None:
         async with another:
             group = (await another.start([spec(survives="while_others_live")]))["reward"]
@@ -355,7 +355,7 @@ def test_a_worker_whose_engine_died_counts_as_dead_and_can_be_replaced(run: Run,
 
 
 @only_ray
-def test_the_last_worker_of_a_role_that_survives_all_can_be_replaced(run: Run, another: Executor) -> None:
+def test_last_worker_of_a_surviving_role_can_be_replaced(run: Run, another: Executor) -> None:
     async def lose_the_only_one() -> None:
         async with another:
             group = (await another.start([spec("engine", ranks=1, survives="always")]))["engine"]
@@ -377,7 +377,7 @@ def test_the_last_worker_of_a_role_that_survives_all_can_be_replaced(run: Run, a
 
 
 @only_ray
-def test_a_worker_behind_a_network_gap_is_killed_if_its_group_survives_that(
+def test_worker_behind_a_network_gap_is_killed_if_group_survives(
     run: Run, another: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray

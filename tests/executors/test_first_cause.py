@@ -91,7 +91,7 @@ def test_lowest_rank_speaks_for_all_that_fail_alike() -> None:
         BrokenPipeError("Broken pipe"),
     ],
 )
-def test_broken_connection_is_not_the_cause_when_a_later_error_is(echo: Exception) -> None:
+def test_broken_connection_is_not_the_cause_if_a_later_error_is(echo: Exception) -> None:
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[0].set_exception(failed(echo, at=10.0))
         futures[1].set_result(None)
@@ -102,7 +102,7 @@ def test_broken_connection_is_not_the_cause_when_a_later_error_is(echo: Exceptio
         outcome(settle)
 
 
-def test_broken_connection_is_the_cause_when_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_connection_is_the_cause_if_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "ECHO_GRACE_S", 0.05)
 
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
@@ -112,7 +112,7 @@ def test_broken_connection_is_the_cause_when_nothing_else_is_known(monkeypatch: 
         outcome(settle)
 
 
-def test_death_explains_the_errors_that_came_before_the_news_of_it() -> None:
+def test_worker_death_explains_earlier_errors() -> None:
     death = WorkerDiedError("critic", 1, "h9", "", "process 5 is gone")
 
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
@@ -146,7 +146,7 @@ def test_error_of_ours_with_arguments_of_its_own_arrives_whole() -> None:
     assert caught.value.problems == (problem,)
 
 
-def test_an_error_that_says_itself_where_it_comes_from_does_not_become_its_own_cause() -> None:
+def test_error_with_a_source_is_not_its_own_cause() -> None:
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         futures[0].set_exception(failed(WorkerTimeoutError("reward", "make", 60.0, [0], ["h0"])))
 

@@ -33,7 +33,7 @@ class ListedSpans(WorkerSpans):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_call_that_is_cancelled_before_it_begins_leaves_nothing() -> None:
+def test_call_cancelled_before_start_leaves_nothing() -> None:
     async def main() -> bool:
         host = WorkerHost("reward", 0)
         place = Place(rank=0, world_size=1)
@@ -51,9 +51,7 @@ def test_a_call_that_is_cancelled_before_it_begins_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("target", [f"{__name__}:ListedSpans", "package_that_is_absent:Spans"])
-def test_a_call_with_a_trace_context_is_a_span_if_the_worker_can_record_one(
-    target: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_call_with_trace_context_becomes_a_span(target: str, caplog: pytest.LogCaptureFixture) -> None:
     lines: list[str] = []
 
     async def main() -> None:

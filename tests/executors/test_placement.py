@@ -50,7 +50,7 @@ def infer(mapping: object, per_worker: int | None = None) -> InferWorkerConfig:
 # -- the examples of ROLL's documentation of resources
 
 
-def test_train_on_16_and_infer_on_8_more_takes_three_nodes_of_eight() -> None:
+def test_train_on_16_and_infer_on_8_takes_three_nodes() -> None:
     places = place({"actor_train": train("list(range(0,16))"), "actor_infer": infer("list(range(16,24))")})
     assert [p.slots for p in places["actor_train"]] == [(s,) for s in range(16)]
     assert [p.node for p in places["actor_train"]] == [0] * 8 + [1] * 8
@@ -59,7 +59,7 @@ def test_train_on_16_and_infer_on_8_more_takes_three_nodes_of_eight() -> None:
     assert slots_of(places["actor_train"]).isdisjoint(slots_of(places["actor_infer"]))
 
 
-def test_two_roles_on_the_same_eight_slots_are_colocated() -> None:
+def test_roles_on_the_same_eight_slots_are_colocated() -> None:
     places = place({"actor_infer": infer("list(range(0,8))"), "actor_train": train("list(range(0,8))")})
     assert slots_of(places["actor_train"]) == slots_of(places["actor_infer"]) == set(range(8))
     assert {p.node for workers in places.values() for p in workers} == {0}
@@ -98,7 +98,7 @@ def test_complete_example_of_the_documentation() -> None:
     assert [p.node for p in places["rewards.code_sandbox"]] == [0, 1] * 4
 
 
-def test_a_node_that_a_cluster_lacks_is_named_also_where_it_is_needed_more_than_others() -> None:
+def test_missing_node_is_named_with_role_and_slot() -> None:
     """Slots 0, 15, 23 and 31 are on four nodes, of which there are three."""
     places = place({"actor_train": train([0, 15, 23, 31])})["actor_train"]
     wanted = [GroupSpec(role="actor_train", kind="train", target="unused:Unused", places=places)]
@@ -138,9 +138,7 @@ def test_slots_of_a_role_are_those_of_its_mapping(slots: list[int]) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 15), min_size=1, unique=True), min_size=1, max_size=3), st.integers(1, 128))
-def test_workers_that_run_at_the_same_time_never_use_more_threads_than_cores(
-    mappings: list[list[int]], cores: int
-) -> None:
+def test_concurrent_workers_use_no_more_threads_than_cores(mappings: list[list[int]], cores: int) -> None:
     roles = {f"r{index}": ScoreWorkerConfig(device_mapping=tuple(each)) for index, each in enumerate(mappings)}
     places = place_roles(roles, EightAccelerators(), 8, cores=cores)
     used = {slot for each in mappings for slot in each}
@@ -163,12 +161,12 @@ def test_colocated_roles_on_a_laptop_take_turns_with_all_cores() -> None:
     assert {p.device for workers in places.values() for p in workers} == {"cpu"}
 
 
-def test_two_workers_on_a_laptop_share_its_cores() -> None:
+def test_workers_on_a_laptop_share_its_cores() -> None:
     places = place_roles({"actor_train": train([0, 1])}, CpuPlatform(), 2, cores=2)
     assert [p.num_threads for p in places["actor_train"]] == [1, 1]
 
 
-def test_models_without_device_mapping_share_the_first_slots_of_a_cpu_host() -> None:
+def test_models_without_device_mapping_share_first_cpu_slots() -> None:
     places = place_roles({"a": TrainWorkerConfig(), "b": InferWorkerConfig()}, CpuPlatform(), 4, cores=4)
     assert slots_of(places["a"]) == slots_of(places["b"]) == {0}
     assert [p.num_threads for p in places["a"]] == [4]
@@ -181,12 +179,12 @@ def test_reward_workers_hold_no_slot_and_one_thread() -> None:
     assert places["a"][0].num_threads == 4
 
 
-def test_more_slots_than_cores_can_be_asked_for_by_num_gpus_per_node() -> None:
+def test_num_gpus_per_node_allows_more_slots_than_cores() -> None:
     places = place_roles({"a": train("list(range(0,8))")}, CpuPlatform(), 8, cores=2)
     assert [p.num_threads for p in places["a"]] == [1] * 8
 
 
-def test_roles_that_are_not_started_keep_their_share_of_the_cores() -> None:
+def test_roles_not_started_keep_their_share_of_cores() -> None:
     """A replay has no engine, but must add its sums in the recorded run's order, so with as many threads."""
     roles = {"actor_train": train([0, 1]), "actor_infer": infer([2, 3])}
     recorded = place_roles(roles, CpuPlatform(), 4, cores=16)
@@ -233,7 +231,7 @@ def test_auto_is_local_where_every_role_has_one_worker() -> None:
     assert executor("auto", place({"a": train([0]), "b": infer([0, 1], 2)})) == "local"
 
 
-def test_auto_is_not_local_where_weights_have_no_way_within_one_process() -> None:
+def test_auto_is_not_local_if_weights_cannot_sync_in_process() -> None:
     assert executor("auto", place({"a": train([0])}), "no transport") == "ray"
 
 

@@ -123,7 +123,7 @@ def test_a_judged_sample_survives_with_what_its_row_said() -> None:
         assert np.array_equal(getattr(found, field.name), getattr(sample, field.name)), field.name
 
 
-def test_every_record_of_a_provider_and_an_objective_arrive_as_what_they_are() -> None:
+def test_provider_and_objective_records_keep_their_types() -> None:
     providers = [*roll_train_strategies(), *roll_infer_strategies(), *plugin.roll_rewards()]
     assert there_and_back(providers) == providers
     objective = policy_objective(policy_loss=ppo, kl_coef=0.1)
@@ -151,7 +151,7 @@ def test_paths_sets_and_enums() -> None:
         (2**70, ("1180591620717411303424",)),
     ],
 )
-def test_what_has_no_place_is_refused_by_name(value: Any, facts: str) -> None:
+def test_unsupported_value_is_refused_by_name(value: Any, facts: str) -> None:
     with raises_error(UnsupportedError, *facts):
         wire.dumps(value)
 

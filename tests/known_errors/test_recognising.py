@@ -140,7 +140,7 @@ def wrong_build(tmp_path):
     ],
     ids=lambda each: getattr(each, "__name__", each),
 )
-def test_what_can_be_caused_here_is_recognised(act, known, registry):
+def test_errors_caused_here_are_recognised(act, known, registry):
     advice = advise(caught(act), registry)
     assert advice is not None
     assert advice.known.id == known
@@ -152,7 +152,7 @@ def test_a_library_of_another_torch_is_recognised(registry, tmp_path):
     assert advice.known.id == "undefined_symbol"
 
 
-def test_a_model_that_cannot_be_downloaded_keeps_its_own_message_and_gets_a_remedy(registry, monkeypatch):
+def test_failed_model_download_keeps_its_message_and_gets_advice(registry, monkeypatch):
     from huggingface_hub import constants
 
     from roll_core.spec.model import ModelSpec
@@ -189,7 +189,7 @@ RECORDED = {
 
 
 @pytest.mark.parametrize(("known", "message"), RECORDED.items(), ids=RECORDED)
-def test_what_was_recorded_elsewhere_is_recognised(known, message, registry):
+def test_recorded_errors_are_recognised(known, message, registry):
     advice = advise(in_worker(raising(RuntimeError(message)), "start"), registry)
     assert advice is not None
     assert advice.known.id == known
@@ -220,7 +220,7 @@ def test_a_devices_memory_is_answered_by_what_was_being_done(method, known, regi
 # -- which cause counts ------------------------------------------------------------------------------------------------
 
 
-def test_the_first_cause_is_found_behind_others_in_a_workers_trace(registry):
+def test_first_cause_in_a_worker_trace_is_recognised(registry):
     def act():
         try:
             raise RuntimeError("no kernel image is available for execution on the device")
@@ -263,13 +263,13 @@ def test_a_worker_that_the_kernel_killed_for_lack_of_memory(registry):
     assert advice.known.id == "host_memory"
 
 
-def test_a_failure_of_ours_that_passes_on_what_a_program_said_is_looked_at(registry):
+def test_program_output_inside_our_error_is_recognised(registry):
     advice = advise(RollError("the worker printed:\nOSError: [Errno 28] No space left on device"), registry)
     assert advice is not None
     assert advice.known.id == "disk_full"
 
 
-def test_a_plugins_list_comes_before_the_cores_and_a_broken_one_is_left_out(tmp_path, monkeypatch, caplog):
+def test_plugin_list_precedes_core_and_broken_list_is_skipped(tmp_path, monkeypatch, caplog):
     (tmp_path / "acme_errors_of_a_test.py").write_text(
         "from roll_core.spec.diagnostics import KnownError\n"
         "KNOWN = (KnownError(id='acme_full', pattern='No space left', cause='Full.', remedy='empty it'),)\n"

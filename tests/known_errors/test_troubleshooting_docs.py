@@ -52,7 +52,7 @@ def test_the_sections_are_those_of_the_code():
     assert DOCS.read_text(encoding="utf-8") == wanted
 
 
-def test_every_list_of_ours_is_a_tuple_of_known_errors_with_ids_of_their_own():
+def test_every_list_is_a_tuple_of_known_errors_with_unique_ids():
     assert all(isinstance(known, KnownError) for _, known in ours())
     assert max(Counter(known.id for _, known in ours()).values()) == 1
 
