@@ -77,13 +77,13 @@ def test_failed_rewards_are_no_responses():
     assert found["best@3"] == 0.5
 
 
-def test_one_response_per_prompt_has_only_means():
+def test_single_response_per_prompt_has_only_means():
     metrics = score_metrics([sample("a", 0, 1.0), sample("b", 0, 0.0)])
     assert metrics["val/score/mean"] == 0.5
     assert not [name for name in metrics if "@" in name]
 
 
-def test_each_tag_has_its_own_metrics():
+def test_every_tag_has_separate_metrics():
     samples = [sample(f"{tag}{i}", j, value, tag=tag) for tag, i, j, value in
                [("x", 0, 0, 1.0), ("x", 0, 1, 0.0), ("y", 0, 0, 0.0), ("y", 0, 1, 0.0)]]  # fmt: skip
     metrics = score_metrics(samples)

@@ -60,7 +60,7 @@ def test_groups_pass_by_their_rewards_alone(found, chosen, kept):
     assert passes(found, chosen) is kept
 
 
-def test_each_domain_has_its_own_filter_and_a_single_one_is_for_every_tag():
+def test_filters_apply_per_domain_or_to_every_tag():
     math = RewardConfig(reward="r", query_filter_config=MEAN)
     code = RewardConfig(reward="r", tag_included=["python"])
     keep = group_filter({"math": math, "code": code})

@@ -21,7 +21,7 @@ def sample(name, reward, mask):
     )
 
 
-def test_tokens_in_the_loss_of_responses_above_the_threshold_are_positive():
+def test_loss_tokens_of_responses_over_threshold_are_positive():
     group = Group(id="g", samples=(sample("a", 1.0, [1, 0, 1]), sample("b", 0.5, [1, 1]), sample("c", 0.6, [1])))
     experience = Experience.of([group]).with_positives(0.5)
     assert [row.streams["positive"].tolist() for row in experience.sequences] == [[0, 0, 1, 0, 1], [0] * 4, [0, 0, 1]]

@@ -33,7 +33,7 @@ weights_by_tag = st.dictionaries(st.text(max_size=3), st.floats(0.001, 10), min_
 
 
 @given(st.integers(1, 300), weights_by_tag)
-def test_batches_have_their_size_and_miss_the_exact_shares_of_all_steps_by_about_one_group(size, weights):
+def test_batches_keep_size_and_shares_within_one_group(size, weights):
     total, means = Counter(), mean_counts(size, weights)
     for step, counts in enumerate(islice(batch_counts(means), 30), start=1):
         assert sum(counts.values()) == size
@@ -43,19 +43,19 @@ def test_batches_have_their_size_and_miss_the_exact_shares_of_all_steps_by_about
         assert all(abs(total[tag] - share) < 1.1 for tag, share in shares.items())
 
 
-def test_a_domain_with_less_than_one_prompt_per_batch_is_in_some_batches():
+def test_domain_below_one_prompt_per_batch_is_in_some_batches():
     order = PromptOrder(rows(a=999, b=1), size=128, shares={}, seed=0)
     tags = Counter(prompt.tag for step in range(125) for prompt in batch(order, step))
     assert tags == {"a": 125 * 128 - 16, "b": 16}  # a thousandth of 16000
 
 
-def test_equal_shares_of_more_domains_than_a_batch_has_prompts_reach_all_of_them():
+def test_equal_shares_reach_more_domains_than_batch_prompts():
     counts = islice(batch_counts(mean_counts(128, dict.fromkeys(map(str, range(200)), 1.0))), 25)
     assert set(sum(map(Counter, counts), Counter()).values()) == {25 * 128 // 200}
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 9))
-def test_shares_that_divide_the_batch_are_the_same_in_every_batch(counts, divisor):
+def test_divisible_shares_are_equal_in_every_batch(counts, divisor):
     means = mean_counts(sum(counts.values()), {tag: number / divisor for tag, number in counts.items()})
     assert list(islice(batch_counts(means), 50)) == [counts] * 50
 
@@ -65,7 +65,7 @@ def test_domains_get_the_share_that_was_asked_for():
     assert Counter(prompt.tag for prompt in batch(order, 0)) == {"a": 5, "b": 3, "c": 2}
 
 
-def test_a_share_may_be_of_the_rewards_entry_that_judges_several_tags():
+def test_share_may_name_a_reward_of_several_tags():
     names = {"gsm8k": "math", "aime": "math", "kodcode": "code"}
     order = PromptOrder(
         rows(gsm8k=30, aime=10, kodcode=20, chat=5), size=8, shares={"math": 0.75, "code": 0.25}, seed=0, domains=names
@@ -88,12 +88,12 @@ def test_a_share_by_tag_wins_over_the_domain_of_the_tag():
     assert Counter(prompt.tag for prompt in batch(order, 0)) == {"aime": 2, "gsm8k": 2}
 
 
-def test_without_shares_domains_are_taken_in_proportion_to_their_rows():
+def test_default_shares_are_proportional_to_domain_rows():
     order = PromptOrder(rows(a=30, b=10), size=8, shares={}, seed=0)
     assert Counter(prompt.tag for prompt in batch(order, 3)) == {"a": 6, "b": 2}
 
 
-def test_an_epoch_takes_every_row_once_and_the_next_one_in_another_order():
+def test_epoch_visits_every_row_once_in_a_new_order():
     order = PromptOrder(rows(a=12), size=4, shares={}, seed=0)
     epochs = [[p for step in range(3 * e, 3 * e + 3) for p in batch(order, step)] for e in range(2)]
     names = [[prompt.id.split("/")[0] for prompt in epoch] for epoch in epochs]
@@ -102,7 +102,7 @@ def test_an_epoch_takes_every_row_once_and_the_next_one_in_another_order():
     assert {prompt.id.split("/")[1] for prompt in epochs[1]} == {"1"}
 
 
-def test_a_batch_larger_than_the_data_has_ids_that_are_all_different():
+def test_batch_larger_than_the_data_has_unique_ids():
     ids = [prompt.id for prompt in batch(PromptOrder(rows(a=3), size=8, shares={}, seed=0), 0)]
     assert len(set(ids)) == 8
 

@@ -165,7 +165,7 @@ def test_grpo_gives_every_token_its_groups_normalised_reward():
     assert run.published == [("actor_train", "actor_infer")]
 
 
-def test_remax_compares_with_the_greedy_response_and_never_trains_on_it():
+def test_remax_baseline_is_greedy_and_never_trained():
     # Greedy responses: reward 0.5, and 1 less a penalty of 1/2 for its third of at most 4 tokens, of which 2 are free.
     groups = [
         replace(group, baseline=sample(at, 9, reward, length=length))
@@ -186,7 +186,7 @@ def test_remax_compares_with_the_greedy_response_and_never_trains_on_it():
     assert all("9" not in each.id for each in run.samples)
 
 
-def test_a_group_whose_greedy_response_has_no_reward_is_not_trained_on():
+def test_group_without_greedy_reward_is_not_trained():
     baselines = sample(0, 9, None), sample(1, 9, 0.0)
     groups = [
         replace(each, baseline=baseline)
@@ -211,7 +211,7 @@ def test_a_failed_reward_takes_no_part_in_its_groups_statistics():
     assert run.metrics["score/mean"] == pytest.approx(2 / 3)
 
 
-def test_a_step_whose_rewards_all_failed_learns_nothing_and_says_so():
+def test_step_whose_rewards_all_failed_trains_nothing():
     run, sequences = step(groups_of((None, None), (None, None)))
     assert not sequences
     assert [guard for guard, _ in run.tripped] == ["all_groups_filtered"]
@@ -223,7 +223,7 @@ def test_a_step_without_any_spread_trips_the_guard():
 
 
 @pytest.mark.parametrize("statistics", ["batch", "running"])
-def test_tags_of_one_reward_are_normalised_together_and_rewards_apart(statistics):
+def test_tags_of_one_reward_are_normalised_together(statistics):
     # Tags a and b belong to "easy": rewards 1, 1, 0, 0 have the mean 1/2. Tag c alone is "hard": 5 and 3 have 4.
     rewards = {
         "easy": {"reward": "function", "tag_included": ["a", "b"]},
@@ -282,7 +282,7 @@ def test_kl_in_the_reward_is_charged_where_it_arises():
         ({"target_kl_agg_mode": "token-mean"}, (1 * 0.1 + 3 * 0.4) / 4),
     ],
 )
-def test_the_kl_that_adapts_its_weight_is_averaged_as_the_config_says(given, mean):
+def test_adaptive_kl_is_averaged_as_configured(given, mean):
     """One token at a KL of 0.1, three at 0.4. verl and ROLL average each sequence first."""
     reference = FakeRole()
 
@@ -359,7 +359,7 @@ def test_the_documented_recipe_gives_the_papers_advantages(name):
         assert (recipe["use_kl_loss"], recipe["kl_loss_penalty"]) == (True, "k2")
 
 
-def test_the_kl_coefficient_of_a_step_is_the_one_before_it_adapts():
+def test_kl_coefficient_adapts_after_the_step():
     # KL 0.3 per token against a target of 0.1: the next coefficient is larger, this step's charge is the old one.
     roles = {"actor_train": FakeRole(logprob=-0.5), "reference": FakeRole(logprob=-0.8)}
     groups = groups_of((1.0, 0.0), (1.0, 0.0))
@@ -565,7 +565,7 @@ PPO = {"adv_estimator": "gae", "critic": {"training_args": {"per_device_train_ba
 BAND = {"filters": [{"enabled": True, "ratio_low": 0.5, "ratio_high": 2.0}]}
 
 
-def test_a_critic_learns_from_every_response_token_that_has_a_return():
+def test_critic_trains_on_every_response_token_with_a_return():
     """The policy's masks leave out 0/1, which was cut, and its band the second token of 1/0. 1/1 has no reward."""
     groups = groups_of((1.0, 0.0), (1.0, None))
     groups[0] = Group(id="0", samples=(groups[0].samples[0], sample(0, 1, 0.0, finish="length")))
@@ -588,7 +588,7 @@ def test_a_critic_learns_from_every_response_token_that_has_a_return():
 
 
 @pytest.mark.parametrize(("given", "passes"), [({}, 3), ({"critic_epochs": 1}, 1), ({"critic_epochs": 4}, 4)])
-def test_a_critic_passes_over_a_batch_as_often_as_the_policy_or_as_told(given, passes):
+def test_critic_epochs_default_to_those_of_the_policy(given, passes):
     roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
     step(groups_of((1.0, 0.0), (1.0, 0.0)), roles, ppo_epochs=3, **PPO, **given)
     assert [roles[name].updates[0][2] for name in ("actor_train", "critic")] == [3, passes]
@@ -597,7 +597,7 @@ def test_a_critic_passes_over_a_batch_as_often_as_the_policy_or_as_told(given, p
     assert (planned["actor_train"], planned["critic"]) == (3 * 3, 3 * passes)
 
 
-def test_the_players_of_an_episode_are_more_samples_but_no_further_steps():
+def test_players_of_an_episode_add_samples_but_no_steps():
     """Two groups of two episodes of two players: 8 samples, where the schedule counts one step of 4 per pass."""
     roles = {"actor_train": FakeRole(logprob=-0.5), "critic": FakeRole()}
     groups = groups_of((1.0, 0.0, 0.0, 1.0), (1.0, 0.0, 0.0, 1.0))
@@ -665,7 +665,7 @@ class TemperatureRole(FakeRole):
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 0.8), ({"logprob_temperature": 1.0}, 1.0)])
-def test_logprobs_have_the_temperature_of_the_rollouts_or_their_own(given, expected):
+def test_logprobs_use_the_rollout_temperature_or_their_own(given, expected):
     role = TemperatureRole(logprob=-9.0)
     run = FakeRun(groups_of((1.0, 0.0), (1.0, 0.0)), {"actor_train": role})
     generating = {"generating_args": {"temperature": 0.8}}
@@ -700,7 +700,7 @@ def test_masked_samples_still_count_in_their_groups_statistics():
     assert sequences[0].advantages[-1] == pytest.approx(0.5**0.5, abs=1e-5)
 
 
-def test_several_steps_per_batch_ask_for_the_old_logprobs_and_one_does_not():
+def test_old_logprobs_are_computed_only_for_several_steps():
     actor = FakeRole(logprob=-0.7)
     _, sequences = step(groups_of((1.0, 0.0), (1.0, 0.0)), {"actor_train": actor})
     assert sequences[0].old_logprobs is None
@@ -759,7 +759,7 @@ EIGHT_BITS = {"actor_infer": {"weight_format": "fp8"}}
 OLDER = {"async_generation_ratio": 1.0, "actor_infer": {"device_mapping": [1]}}
 
 
-def test_what_is_drawn_ahead_is_scored_by_the_policy_as_it_is_now_and_the_gap_is_that_of_fresh_tokens():
+def test_ahead_rollouts_are_scored_by_the_current_policy():
     groups = groups_of((1.0, 0.0))
     old = groups[0].samples[1]
     stale = replace(old, versions=np.array([-1, -1], dtype=np.int32), logprobs=np.array([-3.0, -1.0], dtype=np.float32))
@@ -771,7 +771,7 @@ def test_what_is_drawn_ahead_is_scored_by_the_policy_as_it_is_now_and_the_gap_is
     assert (run.plan.ahead, run.plan.concurrent) == (1.0, True)
 
 
-def test_tokens_after_those_of_older_weights_attend_to_older_keys_and_are_no_gap():
+def test_tokens_after_older_weights_do_not_count_as_engine_gap():
     groups = groups_of((1.0, 0.0))
     fresh, other = groups[0].samples
     logprobs = np.array([-3.0, -1.0], dtype=np.float32)
@@ -795,7 +795,7 @@ def test_tokens_after_those_of_older_weights_attend_to_older_keys_and_are_no_gap
         ({}, {}, False),
     ],
 )
-def test_what_another_policy_draws_is_weighed_by_importance_unless_told_otherwise(ahead, given, weighs):
+def test_off_policy_samples_are_importance_weighted_by_default(ahead, given, weighs):
     groups = groups_of((1.0, 0.0))
     drawn = np.array([-0.6, -0.8], dtype=np.float32)
     groups = [Group(id="0", samples=tuple(replace(each, logprobs=drawn) for each in groups[0].samples))]
@@ -807,7 +807,7 @@ def test_what_another_policy_draws_is_weighed_by_importance_unless_told_otherwis
     assert ("correction/weight/mean" in run.metrics) == weighs
 
 
-def test_corrections_weigh_advantages_and_take_tokens_out_of_the_loss():
+def test_corrections_weight_advantages_and_mask_tokens():
     groups = groups_of((1.0, 0.0))
     drawn = np.array([-0.5, -2.5], dtype=np.float32)
     groups = [Group(id="0", samples=tuple(replace(each, logprobs=drawn) for each in groups[0].samples))]
@@ -830,7 +830,7 @@ def test_corrections_weigh_advantages_and_take_tokens_out_of_the_loss():
     assert run.metrics["correction/weight/mean"] == pytest.approx((np.exp(-0.2) + 3.0) / 2)
 
 
-def test_masked_weights_and_the_off_policy_mask_leave_the_loss_mask_as_it_is():
+def test_masked_weights_and_off_policy_mask_keep_the_loss_mask():
     groups = groups_of((1.0, 0.0))
     drawn = np.array([-0.5, -2.5], dtype=np.float32)
     groups = [Group(id="0", samples=tuple(replace(each, logprobs=drawn) for each in groups[0].samples))]
@@ -875,7 +875,7 @@ def test_a_filter_keeps_rows_whose_stream_is_trained():
     assert not corrected.mask_T.any()
 
 
-def test_a_step_without_a_token_in_the_loss_learns_nothing_and_says_so():
+def test_step_without_loss_tokens_trains_nothing():
     masked = [replace(sample(0, i, float(i)), loss_mask=np.zeros(2, dtype=bool)) for i in range(2)]
     run, sequences = step([Group(id="0", samples=tuple(masked))])
     assert [name for name, _ in run.tripped] == ["all_groups_filtered"]
@@ -1005,7 +1005,7 @@ def test_weights_on_either_bound_are_bounded():
     assert run.metrics["correction/bounded_share"] == pytest.approx(2 / 3)
 
 
-def test_masks_of_samples_that_leave_no_token_learn_nothing_and_give_no_nan():
+def test_masks_that_leave_no_token_train_nothing_and_no_nan():
     """The length limit leaves out the only sample with a token in the loss."""
     groups = groups_of((1.0, 0.0))
     cut, other = groups[0].samples
@@ -1019,7 +1019,7 @@ def test_masks_of_samples_that_leave_no_token_learn_nothing_and_give_no_nan():
     assert not [name for name, value in run.metrics.items() if np.isnan(value)]
 
 
-def test_a_correction_without_a_token_in_the_loss_changes_nothing():
+def test_correction_without_loss_tokens_changes_nothing():
     samples = [replace(sample(0, i, float(i)), loss_mask=np.zeros(2, dtype=bool)) for i in range(2)]
     experience = Experience.of([Group(id="0", samples=tuple(samples))])
     row = np.zeros(4, dtype=np.float32)
@@ -1032,7 +1032,7 @@ def test_a_correction_without_a_token_in_the_loss_changes_nothing():
     assert metrics == {}
 
 
-def test_a_batch_from_which_everything_was_left_out_learns_nothing_and_says_so():
+def test_batch_with_every_sample_dropped_trains_nothing():
     run, sequences = step([])
     assert [name for name, _ in run.tripped] == ["all_groups_filtered"]
     assert sequences == []

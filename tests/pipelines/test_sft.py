@@ -39,7 +39,7 @@ def visited(num_rows: int, num_steps: int, **given) -> list[int]:
     return found
 
 
-def test_rows_are_visited_in_a_random_order_of_each_epoch_or_as_they_stand():
+def test_rows_are_shuffled_per_epoch_or_in_file_order():
     shuffled = visited(12, 6)
     assert sorted(shuffled[:12]) == sorted(shuffled[12:]) == list(range(12))
     assert shuffled[:12] != shuffled[12:]

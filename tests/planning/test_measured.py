@@ -17,7 +17,7 @@ def use(pid, begun, peak, device=None):
     return MemoryUse(host="here", pid=pid, begun_bytes=begun, peak_bytes=peak, device_bytes=device)
 
 
-def test_roles_of_one_process_are_one_row_and_the_phase_that_wants_most_counts(planned):
+def test_roles_of_one_process_share_a_row_of_their_peak_phase(planned):
     plan = planned()
     (row,) = compared(plan, {"actor_train": [use(7, 100, 900)], "actor_infer": [use(7, 300, 900)]})
     assert row["roles"] == ["actor_train", "actor_infer"]

@@ -23,7 +23,7 @@ def held(memory, act):
     return amounts(memory, act, "weights", "gradients", "optimizer")
 
 
-def test_a_trainer_holds_sixteen_bytes_of_each_parameter_in_float32(planned, num_parameters):
+def test_trainer_needs_16_bytes_per_parameter_in_float32(planned, num_parameters):
     trainer = role(planned(), "actor_train")
     assert trainer.parameters == num_parameters
     assert held(trainer, "step") == 16 * num_parameters
@@ -103,9 +103,7 @@ def test_an_engine_in_the_trainers_process_borrows_its_weights(planned, num_para
     assert amounts(together, "start", "weights") == packed + 4 * num_parameters
 
 
-def test_weights_that_stay_on_the_device_take_room_there_for_two_buckets_of_the_trainers(
-    planned, monkeypatch, num_parameters
-):
+def test_resident_weights_need_two_buckets_on_the_device(planned, monkeypatch, num_parameters):
     monkeypatch.setitem(device_memory.KINDS, "acc", object())
 
     def buffers(name, act, *keys):
@@ -144,7 +142,7 @@ def test_an_accelerator_holds_the_whole_kv_cache(planned):
     assert amounts(limited, "generate", "kv cache") == 1000 * position + 48 * position
 
 
-def test_phases_are_in_order_and_roles_that_share_a_slot_take_turns(planned, num_parameters):
+def test_phases_are_ordered_and_colocated_roles_take_turns(planned, num_parameters):
     plan = planned(*ACC)
     slots = {load.phase: dict(load.by_role) for load in plan.loads if "slot" in load.where}
     nodes = {load.phase: dict(load.by_role) for load in plan.loads if "slot" not in load.where}
@@ -213,7 +211,7 @@ def test_a_host_holds_the_libraries_of_every_process(planned):
     assert dict(three.by_role)["libraries"] == 4 * PROCESS_BYTES  # the driver, a trainer, an engine, a judge
 
 
-def test_what_is_not_known_is_said(planned, tmp_path):
+def test_unknown_model_is_reported_as_unknown(planned, tmp_path):
     text = (
         "pipeline: sft\npretrain: nowhere/model\nsft_train: {data_args: {file_name: a.jsonl}, strategy_args:"
         " {strategy_name: hf_train}}\n"
@@ -260,7 +258,7 @@ def test_the_size_of_a_librarys_model_is_not_known(planned, monkeypatch):
     assert not plan.known
 
 
-def test_a_student_holds_its_teachers_head_and_compares_whole_vocabularies(planned, distill):
+def test_student_counts_teacher_head_and_full_vocabularies(planned, distill):
     found, plain = (
         role(planned(*ACC, f"kd_support={each}", text=distill), "actor_train") for each in ("full", "sampled")
     )

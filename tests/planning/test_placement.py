@@ -52,7 +52,7 @@ def test_a_slot_that_this_host_lacks_is_what_a_run_says(planned):
     assert mentions(problem, "8 of 16", "actor_train", "slot 8", "8 slots", "0 to 7")
 
 
-def test_with_another_node_every_role_has_its_place_and_waits_for_both(planned):
+def test_another_node_places_every_role_and_start_awaits_both(planned):
     found = planned(*ACC, *SIXTEEN, num_nodes=2)
     assert found.starts
     (note,) = found.placement.notes
@@ -68,7 +68,7 @@ def test_with_another_node_every_role_has_its_place_and_waits_for_both(planned):
         (("executor=ray", "num_gpus_per_node=1", "model_update_dir=/w"), "disk", ["shared", "cuda_ipc", "shm", "coll"]),
     ],
 )
-def test_the_weight_transport_is_named_with_the_reasons_against_others(planned, overrides, transport, passed_over):
+def test_weight_transport_is_named_with_rejected_alternatives(planned, overrides, transport, passed_over):
     found = planned(*overrides).placement.weights
     assert list(found) == [("actor_train", "actor_infer")]
     (choice,) = found.values()
@@ -77,7 +77,7 @@ def test_the_weight_transport_is_named_with_the_reasons_against_others(planned, 
     assert all(each.startswith(name) for each, name in zip(choice.passed_over, passed_over, strict=True))
 
 
-def test_roles_that_no_transport_connects_are_a_problem_with_the_reason(planned):
+def test_roles_without_a_transport_are_a_problem_with_reason(planned):
     found = planned("executor=ray", "num_gpus_per_node=1", "weight_transport=shared")
     assert not found.starts
     (problem,) = found.placement.problems
@@ -109,7 +109,7 @@ def test_a_described_machine_has_no_second_process(planned):
     assert mentions(problem, "actor_train", "2 workers", "executor")
 
 
-def test_what_the_local_executor_refuses_is_a_problem(planned):
+def test_local_executor_limits_are_problems(planned):
     found = planned("executor=local", "num_gpus_per_node=2", "actor_train.device_mapping=[0,1]")
     (problem,) = found.placement.problems
     assert mentions(problem, "actor_train", "2 workers", "executor")
@@ -129,7 +129,7 @@ def test_without_slots_to_count_there_is_no_picture(planned):
         planned("platform=cuda")
 
 
-def test_a_pipeline_that_says_nothing_has_its_roles_at_work_one_after_the_other(loaded):
+def test_pipeline_without_a_plan_runs_its_roles_in_sequence(loaded):
     from dataclasses import replace
 
     each = loaded()

@@ -59,7 +59,7 @@ def train(name, keys, act="backward", **more):
 
 
 @pytest.mark.parametrize("name", ["hf_train", "fsdp2_train", "deepspeed_train", "megatron_train"])
-def test_comparisons_with_another_model_count_its_head_its_states_and_both_logits(name):
+def test_model_comparison_counts_head_states_and_both_logits(name):
     tokens = {"train_tokens": 512, "longest": 512, "on_host": False}
     compared = ComparedModel(hidden_size=32, dtype="bf16", num_arrays=10)
     found, plain = train(name, {}, **tokens, compared=compared), train(name, {}, **tokens)
@@ -71,7 +71,7 @@ def test_comparisons_with_another_model_count_its_head_its_states_and_both_logit
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(None, 6 + 6), (4, 6 + 4), (2, 6 + 2), (1, 4 + 2)])
-def test_on_a_device_a_chunk_of_logits_stands_beside_the_log_softmax(chunk, rows):
+def test_logits_chunk_is_counted_beside_the_log_softmax(chunk, rows):
     """Of 6 tokens of 8, in chunks of which four are kept. A chunk that is not kept takes twice its logits."""
     question = MemoryInput(model=MODEL, config=StrategyConfig(), dtype="fp32", longest=4, logprob_tokens=3)
     states = 4 * 64 * (8 + 2 * 6)
@@ -118,7 +118,7 @@ def test_fsdp2_at_the_end_sends_what_stands_in_no_layer():
     assert on_gpu["gradients"] == 4 * (wide.parameters - rest) // 8 + 4 * 2 * 640_000
 
 
-def test_fsdp2_of_a_tied_model_has_the_outputs_gradient_beside_the_embeddings():
+def test_fsdp2_tied_model_counts_output_and_embedding_gradients():
     tied = model_size(
         {
             "model_type": "llama", "vocab_size": 10_000, "hidden_size": 64, "intermediate_size": 128,
@@ -130,7 +130,7 @@ def test_fsdp2_of_a_tied_model_has_the_outputs_gradient_beside_the_embeddings():
     assert found["buffers"] == 4 * (640_000 + 64) + 4 * LAYER
 
 
-def test_fsdp2_begins_with_all_activations_and_the_logits_where_tokens_are_many():
+def test_fsdp2_peak_starts_with_activations_and_logits():
     few, many = (train("fsdp2_train", {}, train_tokens=tokens) for tokens in (1000, 2000))
     rows = 1024  # the host computes a microbatch with up to a sixteenth more
     assert few["logits"] == 3 * rows * 64 * 4 + 4 * rows * 1000
@@ -139,7 +139,7 @@ def test_fsdp2_begins_with_all_activations_and_the_logits_where_tokens_are_many(
     assert many["activations"] == 2 * few["activations"]
 
 
-def test_fsdp2_adds_whole_gradients_up_over_microbatches_unless_told_otherwise():
+def test_fsdp2_accumulates_full_gradients_by_default():
     """All of them, when the first of the last microbatch's is made."""
     found = train("fsdp2_train", {}, num_micro_batches=3)
     assert found["gradients"] == 4 * P + 4 * 64_000
@@ -167,7 +167,7 @@ def test_fsdp2_gathers_of_the_experts_those_of_a_rank():
 
 
 @pytest.mark.parametrize("key", ["ulysses_size", "ring_size"])
-def test_fsdp2_computes_a_share_of_the_tokens_where_ranks_share_them(key):
+def test_fsdp2_divides_tokens_over_sequence_parallel_ranks(key):
     alone, shared = (train("fsdp2_train", keys, train_tokens=tokens) for keys, tokens in (({}, 64), ({key: 2}, 128)))
     assert shared == alone
 
@@ -195,7 +195,7 @@ def test_deepspeed_spreads_what_its_stage_says(stage, act, weights, optimizer, g
     }
 
 
-def test_deepspeed_keeps_the_gradients_of_the_microbatches_before():
+def test_deepspeed_keeps_gradients_of_earlier_microbatches():
     alone, several = (
         train("deepspeed_train", {"zero_optimization": {"stage": 2}}, num_micro_batches=count).get("gradients", 0)
         for count in (1, 3)
@@ -203,7 +203,7 @@ def test_deepspeed_keeps_the_gradients_of_the_microbatches_before():
     assert (alone, several) == (0, 4 * P // 2)
 
 
-def test_deepspeeds_small_bucket_leaves_gathered_parameters_where_they_are():
+def test_deepspeed_small_bucket_keeps_gathered_parameters():
     keys = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 100_000}}
     assert train("deepspeed_train", keys)["buffers"] == 4 * (P - 100_000) + 4 * 100_000 + 2 * 4 * 100_000
 
@@ -214,7 +214,7 @@ def test_deepspeeds_bucket_is_whole_on_an_accelerator():
     assert found["buffers"] == 2 * 10_000_000 + 4 * P
 
 
-def test_megatron_cuts_by_tensor_and_pipeline_and_spreads_state_over_replicas():
+def test_megatron_splits_by_tp_and_pp_and_shards_state():
     keys = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     found = train("megatron_train", keys, world_size=8, on_host=False, dtype="bf16")
     held = 4 * LAYER // 4 + 64_000 // 2
@@ -236,7 +236,7 @@ def test_megatron_keeps_moments_on_the_host_if_told():
     [({"dtype": "bf16"}, True), ({"dtype": "fp32"}, False), ({"dtype": "bf16", "added_parameters": 9}, False)],
     ids=["masters", "float32", "adapters"],
 )
-def test_megatron_offers_the_hosts_only_where_check_would_take_it(more, offered):
+def test_megatron_offers_host_memory_only_where_check_accepts_it(more, offered):
     found = answer(TrainProvider, "megatron_train", {}, on_host=False, **more)
     assert ("optimizer_cpu_offload" in [key for saving in found.savings for key in saving.keys]) is offered
 
@@ -260,7 +260,7 @@ def test_vllm_takes_the_share_that_it_is_given(keys, more, cache):
     assert found == {"weights": 4 * P, "kv cache": cache}
 
 
-def test_vllm_in_eight_bits_holds_a_byte_of_each_element_and_the_scales_of_rows():
+def test_vllm_fp8_counts_one_byte_per_element_and_row_scales():
     found = uses(InferProvider, "vllm", {"quantization": "fp8"}, "generate", trains=False, dtype="bf16")
     elements, rows = 4 * 64 * 64 + 3 * 64 * 128, 4 * 64 + 2 * 128 + 64
     assert found["weights"] == 4 * (elements + 4 * rows) + 2 * (P - 4 * elements)
@@ -296,7 +296,7 @@ def test_vllm_copies_all_but_experts_to_data_parallel_ranks(quantization):
         ({"sleep_level": 0}, False, set()),
     ],
 )
-def test_what_vllm_gives_back_asleep(keys, on_host, gone):
+def test_vllm_sleep_releases_memory(keys, on_host, gone):
     provider = load_registry().find(InferProvider, "vllm")
     question = MemoryInput(
         config=strategy_config(provider, keys, owner="vllm"), model=MODEL, dtype="fp32", trains=False,

@@ -27,7 +27,7 @@ def most(plan):
     return max(load.num_bytes for load in plan.loads)
 
 
-def test_the_weakest_setting_that_fits_is_proposed_and_a_new_plan_agrees(loaded, registry, planned):
+def test_smallest_change_that_fits_is_proposed(loaded, registry, planned):
     everything = most(planned(*LONG))
     quarter = most(
         planned(
@@ -46,7 +46,7 @@ def test_the_weakest_setting_that_fits_is_proposed_and_a_new_plan_agrees(loaded,
     assert planned(*LONG, *found.overrides, host_bytes=quarter).over == 0
 
 
-def test_two_changes_if_one_is_not_enough(loaded, registry, planned):
+def test_second_change_is_proposed_if_one_is_not_enough(loaded, registry, planned):
     both = most(
         planned(
             *LONG,
@@ -61,7 +61,7 @@ def test_two_changes_if_one_is_not_enough(loaded, registry, planned):
     assert planned(*LONG, *found.overrides, host_bytes=both).over == 0
 
 
-def test_what_a_strategy_refuses_beside_its_model_is_not_proposed(loaded, registry, monkeypatch):
+def test_change_that_the_strategy_refuses_is_not_proposed(loaded, registry, monkeypatch):
     def refuse(self, given):
         if given.get("disable_gradient_checkpointing") is False:
             raise ValueError("this strategy computes nothing again")

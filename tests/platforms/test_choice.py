@@ -83,19 +83,19 @@ def test_the_highest_priority_of_those_that_are_here_wins(offer: Offer) -> None:
     assert select_platform(offer(cpu=0, board=10, absent=20), None).name == "board"
 
 
-def test_two_of_equal_priority_are_a_question_for_the_user(offer: Offer) -> None:
+def test_platforms_of_equal_priority_raise(offer: Offer) -> None:
     with raises_error(PlacementError, "board", "other", "platform:"):
         select_platform(offer(board=10, other=10, cpu=0), None)
 
 
-def test_one_that_is_asked_for_and_not_here_says_why_and_what_to_do(offer: Offer) -> None:
+def test_missing_platform_that_was_requested_raises_with_advice(offer: Offer) -> None:
     with pytest.raises(PlacementError) as caught:
         select_platform(offer(cpu=0, absent=10), "absent")
     assert mentions(str(caught.value), "absent", "board")
     assert "\n" not in str(caught.value)
 
 
-def test_one_that_is_broken_stops_no_run_that_can_do_without_it(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_platform_does_not_stop_runs_on_others(offer: Offer, caplog: pytest.LogCaptureFixture) -> None:
     assert select_platform(offer(cpu=0, broken=10), None).name == "cpu"
     assert mentions(caplog.text, "libboard.so", "ELF")
     with raises_error(PluginError, "ELF"):
@@ -114,7 +114,7 @@ def test_a_host_without_slots_asks_for_their_number() -> None:
     assert [(place.node, place.local_indices) for place in places] == [(0, (0,)), (1, (1,))]
 
 
-def test_what_the_user_has_set_is_handed_on_unless_workers_need_otherwise() -> None:
+def test_user_environment_is_passed_on_unless_workers_override() -> None:
     environ = {"BOARD_CACHE": "large", "BOARD_ORDER": "age", "OTHER": "1"}
     assert values_of(Board().environment("train", (0,)), environ) == {"BOARD_CACHE": "large", "BOARD_ORDER": "slot"}
     assert values_of(Board().environment("train", (0,)), {}) == {"BOARD_CACHE": "small", "BOARD_ORDER": "slot"}
@@ -190,7 +190,7 @@ def test_the_users_number_of_threads_counts_on_every_host(
     assert {place.threads_of(8) for place in spec.places} == {threads if threads != 2 else 4}
 
 
-def test_what_a_strategy_wants_for_its_workers_gives_way_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_environment_overrides_strategy_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from roll_core.pipelines.config import SFTConfig
     from roll_core.plugins.registry import load_registry
     from roll_core.runtime.workers.build import group_specs

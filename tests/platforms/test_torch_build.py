@@ -22,7 +22,7 @@ def version_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package / "version.py"
 
 
-def test_it_is_what_the_installed_torch_says_of_itself() -> None:
+def test_build_equals_the_installed_torch() -> None:
     import torch
 
     build = torch_build()
@@ -50,7 +50,7 @@ def test_it_is_what_the_installed_torch_says_of_itself() -> None:
         ("", None),
     ],
 )
-def test_it_is_read_and_never_run(version_py: Path, text: str, expected: TorchBuild | None) -> None:
+def test_version_file_is_parsed_without_running_it(version_py: Path, text: str, expected: TorchBuild | None) -> None:
     version_py.write_text(text)
     assert torch_build() == expected
 

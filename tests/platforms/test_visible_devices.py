@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from roll_core.spec.platform import visible_devices
 
 
-def test_all_are_visible_where_nothing_is_said() -> None:
+def test_every_device_is_visible_by_default() -> None:
     assert visible_devices(None, 3) == ("0", "1", "2")
 
 
@@ -49,7 +49,7 @@ def test_numbers_are_read_as_torch_reads_them(numbers: list[int]) -> None:
 
 
 @given(st.none() | st.text(max_size=40), st.integers(0, 16))
-def test_whatever_is_written_there_every_number_is_a_device_and_comes_once(value: str | None, num: int) -> None:
+def test_visible_devices_are_unique_and_in_range(value: str | None, num: int) -> None:
     seen = visible_devices(value, num)
     assert len(set(seen)) == len(seen)
     assert all(int(each) < num for each in seen if each.isdigit())

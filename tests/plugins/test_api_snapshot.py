@@ -145,7 +145,7 @@ def test_kinds_of_roles_and_tasks():
 
 
 @pytest.mark.parametrize(("field", "value"), [("kind", "infer"), ("task", "lm"), ("kind", None)])
-def test_a_role_of_an_unknown_kind_or_task_is_refused_where_it_is_made(field, value):
+def test_role_of_unknown_kind_or_task_is_refused_at_construction(field, value):
     with raises_error(ContractError, "RoleSpec", "'actor_infer'", field, value) as raised:
         pipeline.RoleSpec(**{"name": "actor_infer", "kind": "generate", field: value})
     known = platform.ROLE_KINDS if field == "kind" else providers.TASKS

@@ -73,7 +73,7 @@ def test_the_innermost_frame_of_a_plugin_names_its_part(frames, part, place):
 
 
 @pytest.mark.parametrize("frames", [[frame("pipeline.py", 8, "step"), RUNTIME], [RUN_TRAIN, RULE, TORCH]])
-def test_nobody_is_named_where_the_runtime_is_further_in_or_only_the_core_is_there(frames):
+def test_no_plugin_is_named_for_runtime_or_core_frames(frames):
     assert raised_by(sent(frames), [CORE, PLUGIN]) == ""
 
 
@@ -85,7 +85,7 @@ def test_the_first_cause_is_looked_at_first():
     assert raised_by(later, [PLUGIN]).startswith("policy loss 'acme_pg'")
 
 
-def test_an_executor_is_named_for_its_own_mistakes_and_not_for_what_it_reports():
+def test_executor_is_named_only_for_its_own_errors():
     swarm = ExecutorProvider(name="swarm", target="roll_swarm.executor:Swarm", summary="")
     plugin = Plugin(
         package="roll-swarm",
@@ -108,7 +108,7 @@ def test_an_executor_is_named_for_its_own_mistakes_and_not_for_what_it_reports()
     assert raised(KeyError("slot")) == "executor 'swarm' of roll-swarm 1 (roll_swarm/executor.py:2 in watch)"
 
 
-def test_nobody_is_named_without_a_traceback_or_without_plugins():
+def test_no_plugin_is_named_without_traceback_or_plugins():
     assert raised_by(ValueError("no"), [CORE, PLUGIN]) == ""
     assert raised_by(sent([frame("losses.py", 12, "loss")]), [CORE]) == ""
 

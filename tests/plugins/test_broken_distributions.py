@@ -151,7 +151,7 @@ def all_broken(tmp_path_factory, new_site):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_plugin_is_listed_with_its_cause_and_named_where_it_is_missed(all_broken, name):
+def test_broken_plugin_is_listed_with_cause_and_named_if_missed(all_broken, name):
     listing, done = all_broken
     number, (_, facts) = list(BROKEN).index(name), BROKEN[name]
     package, whole = f"acme-{number}", f"acme-{number} 1.{number}"
@@ -163,7 +163,7 @@ def test_a_broken_plugin_is_listed_with_its_cause_and_named_where_it_is_missed(a
     assert mentions(mistake, f"'{package}'", whole)
 
 
-def test_broken_plugins_do_not_hurt_a_config_that_uses_none_of_them(all_broken):
+def test_broken_plugins_do_not_affect_configs_without_them(all_broken):
     listing, done = all_broken
     assert listing["roll-core"]["state"] == "loaded"
     assert mentions(done.stdout, "run0.yaml: ok:", "rlvr")
@@ -204,12 +204,12 @@ def test_the_plugin_to_test_is_found_by_any_spelling_of_its_name(site, name):
     assert mentions(done.stderr, "ROLL-P002", "Roll_Acme", "'a_module_that_is_nowhere'")
 
 
-def test_what_a_plugin_prints_on_import_does_not_end_up_in_the_json(site):
+def test_plugin_import_output_does_not_enter_the_json(site):
     site.install("acme", source="print('hello')\n" + site_source())
     assert site.listing()["acme"]["state"] == "loaded"
 
 
-def test_two_distributions_with_one_entry_point_name_are_both_loaded(site):
+def test_distributions_with_equal_entry_point_names_both_load(site):
     site.install("acme-one", point="engine", name="one")
     site.install("acme-two", point="engine", name="two")
     listed = site.listing()
@@ -217,7 +217,7 @@ def test_two_distributions_with_one_entry_point_name_are_both_loaded(site):
     assert listed["acme-two"]["provides"] == {"infer_strategies": ["two"]}
 
 
-def test_two_plugins_with_one_strategy_name_hurt_only_who_uses_it(site):
+def test_strategy_name_conflict_only_affects_its_users(site):
     site.install("acme-one", "1.1", name="engine")
     site.install("acme-two", "2.2", name="engine")
     listing = site.roll_core("plugins")
@@ -230,14 +230,14 @@ def test_two_plugins_with_one_strategy_name_hurt_only_who_uses_it(site):
     assert "--disable-plugin acme-two" in wanted.stderr
 
 
-def test_a_conflict_is_solved_by_the_package_s_name_or_by_leaving_one_out(site):
+def test_conflict_is_resolved_by_package_name_or_disabling(site):
     site.install("acme-one", name="engine")
     site.install("acme-two", name="engine")
     assert site.check("acme-two/engine").returncode == 0
     assert site.check("engine", disable="acme-two").returncode == 0
 
 
-def test_a_slow_plugin_is_named_with_its_time_and_leaves_version_and_help_alone(site):
+def test_slow_plugin_is_named_except_for_version_and_help(site):
     site.install("acme", source="import time\ntime.sleep(0.6)\nprint('slept')\n" + site_source())
     for arguments in (("--version",), ("--help",), ("check", "--help")):
         done = site.roll_core(*arguments)
@@ -256,7 +256,7 @@ def test_a_disabled_plugin_is_not_even_imported(site):
     assert "imported" not in wanted.stderr
 
 
-def test_roll_plugins_allows_only_what_it_lists_and_always_roll_core(site):
+def test_roll_plugins_allows_only_listed_plugins_and_core(site):
     site.install("acme-one", name="one")
     site.install("acme-two", source="raise SystemExit('imported')")
     listed = site.listing(ROLL_PLUGINS="Acme_One, absent")
@@ -355,7 +355,7 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 """
 
 
-def test_a_project_that_an_installer_builds_and_installs_is_found(site, tmp_path):
+def test_installed_project_is_found(site, tmp_path):
     project = tmp_path / "roll-infer-tiny"
     project.mkdir()
     (project / "plugin.py").write_text(site_source("tiny", "roll_infer_tiny"))
@@ -428,7 +428,7 @@ class Pipeline: pass
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "doctor"])
-def test_a_plugin_s_bug_is_one_error_that_names_package_and_place(site, command):
+def test_plugin_bug_is_one_error_with_package_and_place(site, command):
     site.install("roll-acme", "1.2", source=BUGGY_PIPELINE, name="acme", files={"parts.py": BUGGY_CONFIG})
     (site.folder / "run.yaml").write_text("pipeline: acme\n")
     done = site.roll_core(command, "run.yaml")

@@ -72,7 +72,7 @@ def test_a_fragment_that_nothing_refers_to_is_said_to_be_unused(importable, fold
         load("run.yaml", [], load_registry())
 
 
-def test_a_fragment_that_two_packages_offer_is_an_error_for_who_names_it_and_for_nobody_else(importable, folder):
+def test_ambiguous_fragment_is_an_error_only_if_named(importable, folder):
     install(importable)
     install(importable, package="other-settings")
     both = load_registry()
@@ -84,7 +84,7 @@ def test_a_fragment_that_two_packages_offer_is_an_error_for_who_names_it_and_for
     assert load("run.yaml", [], both).pipeline.name == "sft"
 
 
-def test_a_fragment_that_is_not_where_its_record_says_harms_only_who_names_it(importable, folder):
+def test_fragment_without_its_file_is_an_error_only_if_named(importable, folder):
     install(importable, text="")
     broken = load_registry()
     with raises_error(ConfigError, "acme_adam.yaml", "acme_settings.config"):
@@ -94,9 +94,7 @@ def test_a_fragment_that_is_not_where_its_record_says_harms_only_who_names_it(im
         check_part(record, owner=broken.owner(record))
 
 
-def test_a_name_that_no_file_has_is_answered_with_the_nearest_fragment_or_the_package_that_brings_it(
-    importable, folder
-):
+def test_unknown_fragment_suggests_the_nearest_or_its_package(importable, folder):
     install(importable)
     (folder / "run.yaml").write_text(RUN.replace("acme_adam", "acme_adan"), encoding="utf-8")
     with raises_error(ConfigError, "acme_adam"):
@@ -106,7 +104,7 @@ def test_a_name_that_no_file_has_is_answered_with_the_nearest_fragment_or_the_pa
         load("run.yaml", [], Registry(load_plugins(path=[str(importable.folder)], environ={})))
 
 
-def test_a_path_that_leads_nowhere_is_answered_with_the_fragments_bare_name(importable, folder):
+def test_missing_path_suggests_the_bare_fragment_name(importable, folder):
     install(importable)
     (folder / "run.yaml").write_text(RUN.replace("[acme_adam,", "[../../settings/acme_adam@_here_,"), encoding="utf-8")
     with raises_error(ConfigError, "acme_adam"):

@@ -73,7 +73,7 @@ def plugin_of(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.hook)
-def test_the_example_of_a_hook_provides_a_part_that_fits_its_contract(plugin_of, kind):
+def test_hook_example_provides_a_part_that_matches_its_contract(plugin_of, kind):
     plugin = plugin_of(example_of(kind.hook))
     assert (plugin.state, plugin.hooks) == ("loaded", (kind.hook,)), plugin.error
     (record,) = plugin.providers

@@ -81,7 +81,7 @@ def test_names_and_records_are_listed_by_kind():
     assert registry.names(RewardProvider) == ()
 
 
-def test_a_conflict_names_both_packages_their_versions_and_the_way_out():
+def test_conflict_names_packages_versions_and_remedy():
     registry = Registry([plugin("one", "1.1", engine("x")), plugin("two", "2.2", engine("x")), plugin("three", "3")])
     with pytest.raises(ProviderConflictError) as raised:
         registry.find(InferProvider, "x")
@@ -103,7 +103,7 @@ def test_an_unknown_name_gets_the_nearest_and_the_available_ones():
     assert raised.value.__cause__ is None
 
 
-def test_a_dotted_name_of_a_part_that_may_be_the_users_gets_the_target():
+def test_dotted_name_of_a_user_part_loads_the_target():
     with raises_error(UnknownProviderError, "my_env.levels:Lake"):
         Registry([]).find(EnvironmentProvider, "my_env.levels.Lake")
 
@@ -125,7 +125,7 @@ def test_an_unknown_name_of_a_known_package_says_what_to_install():
         Registry([]).find(PipelineProvider, "dpo")
 
 
-def test_each_name_of_our_packages_says_what_to_install_where_the_package_is_missing():
+def test_missing_package_is_named_for_every_known_name():
     """Except checks and lists of known errors, which no config or command names."""
     installed = load_registry().plugins
     core = Registry(each for each in installed if each.package == "roll-core")
@@ -137,7 +137,7 @@ def test_each_name_of_our_packages_says_what_to_install_where_the_package_is_mis
                     core.find(kind, record.name)
 
 
-def test_an_unknown_name_lists_the_plugins_that_failed_and_chains_the_first_cause():
+def test_unknown_name_lists_failed_plugins_and_chains_the_cause():
     cause = ImportError("libcuda.so.1 is missing")
     registry = Registry([failed("one", cause), failed("two", ValueError("no"))])
     with pytest.raises(UnknownProviderError) as raised:
@@ -155,7 +155,7 @@ def test_an_unknown_name_lists_the_plugins_that_failed_and_chains_the_first_caus
         ("two/x", ("1.0",)),
     ],
 )
-def test_a_qualified_name_that_does_not_exist_says_what_the_package_offers(name, facts):
+def test_unknown_qualified_name_lists_the_package_parts(name, facts):
     registry = Registry([plugin("one", "1.0", engine("x")), plugin("two")])
     with raises_error(UnknownProviderError, *facts):
         registry.find(InferProvider, name)
@@ -185,7 +185,7 @@ def test_the_built_in_parts_come_through_the_same_door():
     assert not any(isinstance(each, TrainProvider | InferProvider) for each in core.providers)
 
 
-def test_every_built_in_target_can_be_imported_and_keeps_its_contract():
+def test_every_builtin_target_imports_and_matches_its_contract():
     registry = Registry(hf_plugins())
     records = [record for plugin in registry.plugins for record in plugin.providers]
     assert len(records) >= 15
@@ -232,7 +232,7 @@ def test_a_target_is_imported_down_to_its_attribute():
         ("", "broken_target", ("'broken_target'", "'module:attribute'")),
     ],
 )
-def test_a_target_that_cannot_be_loaded_names_its_owner_and_the_cause(module, source, target, facts):
+def test_broken_target_names_owner_and_cause(module, source, target, facts):
     module("broken_target", source)
     with raises_error(PluginLoadError, *facts):
         load_target(target, owner="reward 'x' of acme")
@@ -321,7 +321,7 @@ SCORE = ("wrong_parts", "score", "RewardRequest")
         (CheckProvider, "check", ("wrong_parts:check", "plain", "CheckContext")),
     ],
 )
-def test_check_compares_what_a_part_inherits_and_awaits_with_its_contract(module, kind, target, facts):
+def test_contract_check_covers_inherited_and_async_methods(module, kind, target, facts):
     module("wrong_parts", WRONG)
     record = kind(name="x", target=f"wrong_parts:{target}", summary="")
     with raises_error(PluginLoadError, "acme", *facts):
@@ -351,7 +351,7 @@ def test_requirements_that_are_met_are_silent():
     check_requirements(engine("x", needs=("pytest>=1", "numpy", "nothing; python_version<'3'")), owner="x")
 
 
-def test_requirements_that_are_not_met_say_found_wanted_and_the_command():
+def test_unmet_requirements_name_versions_and_command():
     version = importlib.metadata.version("pytest")
     with pytest.raises(MissingRequirementError) as raised:
         check_requirements(engine("x", needs=("pytest<1", "no-such-package[gpu]>=2,<3")), owner="infer strategy 'x'")
@@ -388,13 +388,13 @@ def test_a_need_with_alternatives_is_met_by_any_one_of_them():
     check_requirements(engine("x", needs=(("no-such-package", "pytest>=1"),)), owner="x")
 
 
-def test_a_need_none_of_whose_alternatives_is_met_says_what_was_found_of_each():
+def test_unmet_alternatives_name_every_installed_version():
     with pytest.raises(MissingRequirementError) as raised:
         check_requirements(engine("x", needs=(("no-such-package>=1", "no-such-package-cpu>=1"),)), owner="x")
     assert mentions(str(raised.value), "no-such-package", "1", "no-such-package-cpu", "'no-such-package>=1'")
 
 
-def test_of_alternatives_the_installed_one_is_brought_to_its_version():
+def test_installed_alternative_is_suggested_for_upgrade():
     with raises_error(MissingRequirementError, "'pytest<1'"):
         check_requirements(engine("x", needs=(("no-such-package>=1", "pytest<1"),)), owner="x")
 
@@ -423,7 +423,7 @@ def test_of_alternatives_the_installed_one_is_brought_to_its_version():
         ),
     ],
 )
-def test_each_field_of_a_record_is_checked(fields, problem):
+def test_every_field_of_a_record_is_checked(fields, problem):
     assert check_record(InferProvider(**{"name": "x", "target": "a:b", "summary": "", **fields})).startswith(problem)
 
 
@@ -454,7 +454,7 @@ LISTENER = """
 """
 
 
-def test_event_hooks_are_told_in_order_and_may_take_fewer_arguments(importable):
+def test_event_hooks_run_in_order_and_may_omit_arguments(importable):
     importable.install("acme-listener", source=LISTENER)
     events = Events(load_registry())
     events.run_started("the run")
@@ -466,7 +466,7 @@ def test_event_hooks_are_told_in_order_and_may_take_fewer_arguments(importable):
 
 
 @pytest.mark.parametrize("crash", ["raise ValueError('no')", "raise SystemExit(0)"])
-def test_an_event_hook_that_raises_is_an_error_that_names_its_package(importable, crash):
+def test_event_hook_error_names_its_package(importable, crash):
     importable.install("acme-crash", "0.9", source=LISTENER.replace('heard.append(("started", run))', crash))
     with raises_error(PluginHookError, "acme-crash 0.9", "roll_run_started") as raised:
         Events(load_registry()).run_started("the run")
@@ -474,7 +474,7 @@ def test_an_event_hook_that_raises_is_an_error_that_names_its_package(importable
     assert raised.value.exit_code == 1
 
 
-def test_the_end_of_a_run_is_told_to_every_plugin_even_if_one_raises(importable):
+def test_run_end_reaches_every_plugin_even_if_one_raises(importable):
     importable.install("acme-a", source=LISTENER.replace('heard.append(("finished", error))', "raise ValueError('no')"))
     importable.install("acme-b", source=LISTENER)
     with raises_error(PluginHookError, "acme-a"):

@@ -43,7 +43,7 @@ def pods():
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_kubernetes_accepts_the_pods_of_the_ray_job_and_refuses_an_unknown_key(at):
+def test_kubernetes_schema_accepts_the_ray_job_pods(at):
     import kubernetes_validate
 
     pod = pods()[at]

@@ -46,7 +46,7 @@ def started(name):
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "ray_job.sh", "kuberay.yaml", "skypilot.yaml", "compose.yaml"])
-def test_a_launcher_runs_a_config_that_passes_check_and_resumes_it(name, monkeypatch, capfd):
+def test_launcher_runs_a_checked_config_and_resumes_it(name, monkeypatch, capfd):
     monkeypatch.chdir(REPOSITORY)
     ((command, *words),) = started(name)
     assert command == "run"
@@ -76,7 +76,7 @@ def test_the_nodes_of_a_launcher_have_the_devices_of_its_config():
     assert config["actor_infer"]["device_mapping"] == f"list(range(16,{group['replicas'] * per_node}))"
 
 
-def test_images_are_those_of_the_repository_and_ray_has_the_version_of_its_libraries():
+def test_launcher_images_and_ray_version_match_the_repository():
     built = re.findall(r"^FROM (\S+)", (LAUNCHERS / "ray.Dockerfile").read_text(), re.MULTILINE)
     assert built == ["${IMAGE}"]
     (ray,) = re.findall(r'"ray\[default\]==([\d.]+)"', (LAUNCHERS / "ray.Dockerfile").read_text())
@@ -137,7 +137,7 @@ def job(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_slurm_script_saves_a_run_at_term_requeues_the_job_and_resumes(job, tmp_path):
+def test_slurm_script_saves_requeues_and_resumes_at_sigterm(job, tmp_path):
     first = job("max_steps=4000")
     metrics = tmp_path / "output" / "sft" / "001" / "metrics.jsonl"
     deadline = time.monotonic() + 120
