@@ -33,7 +33,7 @@ def visible(store: CheckpointDirectory) -> list[str]:
     return sorted(p.name for p in store.directory.iterdir())
 
 
-def test_a_checkpoint_holds_what_was_written_its_state_and_a_manifest(tmp_path: Path) -> None:
+def test_checkpoint_contains_files_state_and_manifest(tmp_path: Path) -> None:
     store = CheckpointDirectory(tmp_path)
     path = save(store, 7, b"hello")
     manifest = json.loads((path / "manifest.json").read_text())
@@ -56,7 +56,7 @@ def test_nothing_is_visible_before_the_block_ends(tmp_path: Path) -> None:
     assert visible(store) == ["step-1"]
 
 
-def test_a_block_that_raises_leaves_nothing_and_its_error_as_it_was(tmp_path: Path) -> None:
+def test_block_that_raises_leaves_nothing_and_keeps_its_error(tmp_path: Path) -> None:
     store = CheckpointDirectory(tmp_path)
     save(store, 1)
     silent = WorkerTimeoutError("actor_train", "save", 5.0, [1])  # a TimeoutError is an OSError for Python
@@ -70,7 +70,7 @@ def test_a_block_that_raises_leaves_nothing_and_its_error_as_it_was(tmp_path: Pa
     assert visible(store) == ["step-1"]
 
 
-def test_a_killed_writer_leaves_no_checkpoint_and_its_rest_is_swept(tmp_path: Path) -> None:
+def test_killed_writer_leaves_no_checkpoint_and_is_swept(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
@@ -90,7 +90,7 @@ with CheckpointDirectory(Path(sys.argv[1])).writing(5, {}) as path:
     assert visible(store) == ["step-4", "step-6"]
 
 
-def test_what_a_living_process_or_another_host_writes_is_left_alone(tmp_path: Path) -> None:
+def test_sweep_keeps_files_of_live_and_remote_writers(tmp_path: Path) -> None:
     store = CheckpointDirectory(tmp_path)
     living = tmp_path / f".step-3.tmp-{socket.gethostname()}-{os.getppid()}-0a0b0c0d"
     foreign = tmp_path / ".step-3.tmp-another-host-1-0a0b0c0d"
@@ -104,7 +104,7 @@ def test_what_a_living_process_or_another_host_writes_is_left_alone(tmp_path: Pa
     assert not forgotten.exists()
 
 
-def test_what_an_earlier_process_with_the_same_id_left_is_swept(tmp_path: Path) -> None:
+def test_sweep_removes_files_of_an_earlier_process_of_equal_pid(tmp_path: Path) -> None:
     store = CheckpointDirectory(tmp_path)
     earlier = tmp_path / f".step-3.tmp-{socket.gethostname()}-{os.getpid()}-0a0b0c0d"
     earlier.mkdir()
@@ -151,9 +151,7 @@ def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert verify(path) == []
 
 
-def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_flipped_bit_is_detected_and_the_previous_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointDirectory(tmp_path)
     save(store, 1)
     file = save(store, 2, b"\x00" * 4096) / "actor" / "model.safetensors"
@@ -182,7 +180,7 @@ def test_any_change_of_any_byte_is_found(tmp_path_factory: pytest.TempPathFactor
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_change_of_the_manifest_is_found_or_changes_nothing_that_it_says(
+def test_any_manifest_change_is_detected_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = save(CheckpointDirectory(tmp_path_factory.mktemp("c")), 1, b"some weights")
@@ -245,7 +243,7 @@ def forge(path: Path, name: str, found: object) -> None:
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_forged_manifests_and_states_are_damage_and_nothing_worse(
+def test_forged_manifests_and_states_are_reported_as_damage(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     role = {"strategy": "hf_train", "world_size": 1, "weight_version": 1}
@@ -311,7 +309,7 @@ def test_state_must_be_json(tmp_path: Path) -> None:
     assert visible(store) == []
 
 
-def test_a_full_disk_says_so_and_leaves_the_checkpoint_before_intact(tmp_path: Path) -> None:
+def test_full_disk_raises_and_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     store = CheckpointDirectory(tmp_path)
     before = save(store, 1)
 
@@ -348,7 +346,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_writing_aside_lets_the_event_loop_go_on_and_can_be_cancelled(tmp_path: Path) -> None:
+def test_background_write_does_not_block_and_can_be_cancelled(tmp_path: Path) -> None:
     store = CheckpointDirectory(tmp_path)
     save(store, 1)
 

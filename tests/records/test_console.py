@@ -42,7 +42,7 @@ def shown(stream: io.StringIO) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
 
 
-def test_without_a_terminal_each_step_is_one_line_that_programs_can_read() -> None:
+def test_without_a_terminal_every_step_is_one_parsable_line() -> None:
     console, stream = plain()
     console.start(total_steps=200)
     console.step(2, STEP)
@@ -110,7 +110,7 @@ def test_the_clock_runs_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "evaluation" in shown(stream)
 
 
-def test_the_first_estimate_comes_with_the_second_step_and_leaves_out_what_was_before(
+def test_first_time_estimate_starts_at_the_second_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
@@ -175,7 +175,7 @@ def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     assert "12/20" in shown(stream)
 
 
-def test_the_end_says_where_the_time_went_how_it_ended_and_where_things_are() -> None:
+def test_final_summary_has_times_outcome_and_paths() -> None:
     console, stream = plain()
     console.finish(
         outcome="failed", rows=ROWS, lines=[("run", "output/x/001"), ("report", "r.html")], error="out of [memory]"
@@ -218,7 +218,7 @@ def unread() -> Iterator[TextIO]:
         detach_closed_output()
 
 
-def test_a_run_goes_on_without_output_if_the_reader_of_its_pipe_exits() -> None:
+def test_run_continues_if_the_reader_of_its_pipe_exits() -> None:
     with unread() as stream:
         console = Console()
         console.start(total_steps=2)
@@ -228,7 +228,7 @@ def test_a_run_goes_on_without_output_if_the_reader_of_its_pipe_exits() -> None:
         assert os.fstat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev
 
 
-def test_a_command_whose_output_must_be_read_ends_with_the_reader() -> None:
+def test_command_ends_if_the_reader_of_its_output_exits() -> None:
     with unread(), pytest.raises(SystemExit):
         Console(must_be_read=True).line("step 1")
 

@@ -22,7 +22,7 @@ def guards(**config: object) -> Guards:
     return Guards(GuardsConfig.model_validate(config))
 
 
-def test_what_is_in_order_trips_nothing() -> None:
+def test_passed_check_trips_no_guard() -> None:
     events: list[GuardEvent] = []
     watch = Guards(GuardsConfig(), events.append)
     for name in ACTIONS:
@@ -38,7 +38,7 @@ def test_a_guard_ends_the_run_by_its_id_with_what_to_do(name: str) -> None:
     assert REMEDIES[name] in str(caught.value)
 
 
-def test_a_guard_that_warns_lets_the_run_go_on_and_repeats_itself_seldom(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_guard_continues_and_rarely_repeats(caplog: pytest.LogCaptureFixture) -> None:
     events: list[GuardEvent] = []
     watch = Guards(GuardsConfig(non_finite=GuardConfig(action="warn")), events.append)
     with caplog.at_level(logging.INFO):
@@ -52,7 +52,7 @@ def test_a_guard_that_warns_lets_the_run_go_on_and_repeats_itself_seldom(caplog:
     assert [(event.guard, event.step) for event in events] == [("non_finite", step) for step in range(25)]
 
 
-def test_a_guard_that_warns_names_the_steps_and_warns_once_per_stretch_of_them(
+def test_warning_guard_names_steps_and_warns_once_per_stretch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     events: list[GuardEvent] = []

@@ -28,7 +28,7 @@ for step in range(1, 1_000_000):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_complete_stays_and_what_is_seen_is_complete(tmp_path: Path, seed: int) -> None:
+def test_complete_checkpoints_survive_a_kill_during_a_save(tmp_path: Path, seed: int) -> None:
     saver = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert saver.stdout is not None
     told = [saver.stdout.readline() for _ in range(3)]

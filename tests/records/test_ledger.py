@@ -50,7 +50,7 @@ def test_a_stage_inside_itself_is_one_row() -> None:
     assert seconds(ledger) == {"evaluation": 7, "other": 0}
 
 
-def test_what_went_by_before_is_start_up_and_part_of_the_wall_time() -> None:
+def test_time_before_the_ledger_counts_as_start_up() -> None:
     clock = Clock()
     ledger = Ledger(clock, before_s=2.5)
     with ledger.stage("train"):

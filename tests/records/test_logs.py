@@ -16,7 +16,7 @@ def state() -> object:
     )  # fmt: skip
 
 
-def test_the_file_gets_everything_of_ours_and_the_console_our_warnings(tmp_path: Path) -> None:
+def test_log_file_gets_all_our_messages_and_console_warnings(tmp_path: Path) -> None:
     shown: list[str] = []
     with run_logging(tmp_path / "log.txt", shown.append):
         ours = logging.getLogger("roll_core.runtime.some")
@@ -45,9 +45,7 @@ def test_other_libraries_are_held_back(tmp_path: Path) -> None:
     assert shown == ["error: gone"]
 
 
-def test_libraries_that_print_by_themselves_are_adopted_and_given_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_library_log_handlers_are_redirected_and_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     library = logging.getLogger("sglang")
     handler = logging.StreamHandler()
     library.addHandler(handler)
@@ -73,7 +71,7 @@ def test_everything_is_as_before_afterwards_also_after_an_error(tmp_path: Path) 
         assert state() == before
 
 
-def test_each_message_is_there_once_in_the_second_run_too(tmp_path: Path) -> None:
+def test_messages_are_logged_once_in_the_second_run(tmp_path: Path) -> None:
     for name in ("1.txt", "2.txt"):
         with run_logging(tmp_path / name, lambda line: None):
             logging.getLogger("roll_core").info("once")

@@ -78,9 +78,7 @@ def test_secrets_reach_the_record_nowhere(tmp_path: Path) -> None:
     assert read_record(tmp_path / "run.json")["argv"][-1] == f"judge.api_key={REDACTED}"
 
 
-def test_a_record_has_the_steps_of_a_run_that_goes_on_at_most_once_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_is_updated_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     record = RunRecord(tmp_path / "run.json", FACTS)
@@ -92,7 +90,7 @@ def test_a_record_has_the_steps_of_a_run_that_goes_on_at_most_once_a_second(
     assert found == [0, 2, 2, 4]
 
 
-def test_guard_events_are_counted_and_the_first_stretches_of_steps_are_kept(tmp_path: Path) -> None:
+def test_guard_events_are_counted_and_first_stretches_stored(tmp_path: Path) -> None:
     record = RunRecord(tmp_path / "run.json", FACTS)
     for step in range(50):
         since = step - step % 2
@@ -136,7 +134,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert is_abandoned({**recycled, "process": {"pid": os.getpid(), "created": 1.0}})
 
 
-def test_git_state_says_commit_branch_and_whether_there_are_changes(tmp_path: Path) -> None:
+def test_git_state_has_commit_branch_and_dirty_flag(tmp_path: Path) -> None:
     assert git_state(tmp_path) is None
 
     def git(*arguments: str) -> str:
@@ -155,7 +153,7 @@ def test_git_state_says_commit_branch_and_whether_there_are_changes(tmp_path: Pa
     assert state["dirty"] is True
 
 
-def test_versions_follow_the_path_and_requirements_that_cannot_be_parsed_have_names(tmp_path, monkeypatch):
+def test_versions_follow_the_path_and_unparsable_requirements(tmp_path, monkeypatch):
     for version in ("1.0", "2.0"):
         info = tmp_path / version / f"acme_parts-{version}.dist-info"
         info.mkdir(parents=True)

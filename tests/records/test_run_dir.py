@@ -72,7 +72,7 @@ def test_resume_false_asks_for_nothing(tmp_path: Path) -> None:
     assert find_checkpoint(False, output_dir=tmp_path, exp_name="x") is None
 
 
-def test_resume_true_takes_the_newest_checkpoint_of_the_experiment_but_not_of_the_current_run(tmp_path: Path) -> None:
+def test_resume_true_takes_the_newest_checkpoint_of_other_runs(tmp_path: Path) -> None:
     old, newer, current = (RunDir.create(tmp_path, "x") for _ in range(3))
     save(old, 30)
     save(newer, 5)
@@ -91,7 +91,7 @@ def test_resume_true_without_any_checkpoint_is_the_users_mistake(tmp_path: Path)
 
 
 @pytest.mark.parametrize("place", ["x/001/checkpoints/step-4", "x/001/checkpoints", "x/001", "x/latest", "x"])
-def test_resume_from_a_path_takes_checkpoints_runs_and_experiments(tmp_path: Path, place: str) -> None:
+def test_resume_path_may_be_a_checkpoint_run_or_experiment(tmp_path: Path, place: str) -> None:
     run = RunDir.create(tmp_path, "x")
     save(run, 2)
     save(run, 4)
@@ -101,7 +101,7 @@ def test_resume_from_a_path_takes_checkpoints_runs_and_experiments(tmp_path: Pat
     assert json.loads((found.path / "state.json").read_text()) == {"step": 4}
 
 
-def test_resume_from_a_damaged_checkpoint_names_the_file_and_a_good_one(tmp_path: Path) -> None:
+def test_resume_from_damaged_checkpoint_names_file_and_good_one(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "x")
     save(run, 2)
     bad = save(run, 4)
@@ -110,7 +110,7 @@ def test_resume_from_a_damaged_checkpoint_names_the_file_and_a_good_one(tmp_path
         find_checkpoint(str(bad), output_dir=tmp_path, exp_name="x")
 
 
-def test_resume_true_goes_back_to_an_older_run_when_all_of_the_newest_are_damaged(tmp_path: Path) -> None:
+def test_resume_true_falls_back_to_an_older_run_if_all_damaged(tmp_path: Path) -> None:
     old, newer = RunDir.create(tmp_path, "x"), RunDir.create(tmp_path, "x")
     save(old, 2)
     (save(newer, 4) / "weights").unlink()
@@ -122,7 +122,7 @@ def test_resume_true_goes_back_to_an_older_run_when_all_of_the_newest_are_damage
         find_checkpoint(True, output_dir=tmp_path, exp_name="x")
 
 
-def test_resume_from_a_place_without_checkpoints_is_the_users_mistake(tmp_path: Path) -> None:
+def test_resume_path_without_checkpoints_is_a_user_error(tmp_path: Path) -> None:
     with raises_error(NoCheckpointError, "resume_from_checkpoint", tmp_path):
         find_checkpoint(str(tmp_path), output_dir=tmp_path, exp_name="x")
     with raises_error(NoCheckpointError, "resume_from_checkpoint", tmp_path / "gone"):

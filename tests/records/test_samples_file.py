@@ -84,7 +84,7 @@ def test_a_failed_reward_is_no_number(tmp_path: Path, open_file: Callable[..., S
     assert second["response"] == ""
 
 
-def test_only_the_first_few_of_a_step_and_of_a_prompt_are_recorded(
+def test_only_first_samples_of_step_and_prompt_are_recorded(
     tmp_path: Path, open_file: Callable[..., SamplesFile]
 ) -> None:
     file = open_file(tmp_path / "s.jsonl")

@@ -79,13 +79,13 @@ def test_other_text_is_left_alone(text: str) -> None:
     assert Redactor().text(text) == text
 
 
-def test_a_secret_of_the_config_is_found_wherever_it_turns_up_again() -> None:
+def test_secret_of_the_config_is_found_wherever_it_appears() -> None:
     redactor = Redactor.of({"tracker_kwargs": {"wandb": {"api_key": "supersecret99"}}, "password": "short"})
     assert redactor.text("401 for supersecret99, short") == f"401 for {REDACTED}, short"
     assert redactor.value(["x supersecret99"]) == [f"x {REDACTED}"]
 
 
-def test_values_are_cleaned_at_any_depth_and_the_original_is_left_alone() -> None:
+def test_nested_values_are_redacted_and_the_original_unchanged() -> None:
     config = {"a": [{"api_key": "k", "lr": 0.1}], "b": ({"c": "https://u:p@h"},), "n": None}
     assert Redactor().value(config) == {
         "a": [{"api_key": REDACTED, "lr": 0.1}], "b": [{"c": f"https://{REDACTED}@h"}], "n": None,

@@ -43,7 +43,7 @@ def opened(events: list[str], **breaks: str) -> Trackers:
     return Trackers.opened({f"tracker {n}": lambda n=n, b=b: FakeTracker(events, n, b) for n, b in breaks.items()})  # type: ignore[misc]
 
 
-def test_each_step_is_a_line_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+def test_every_step_is_a_line_once_logged(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl")
     file.log(1, {"loss": 0.1, "tokens": 12})
     [line] = (tmp_path / "m.jsonl").read_text().splitlines()  # not closed, and there already
@@ -124,13 +124,13 @@ def test_writing_goes_on_behind_a_cut_line(tmp_path: Path) -> None:
     assert [row["step"] for row in read_lines(path)] == [1, 3]
 
 
-def test_steps_are_read_in_order_and_later_lines_complete_earlier_ones(tmp_path: Path) -> None:
+def test_steps_are_read_in_order_and_later_lines_merged(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 2, "a": 1}\n{"step": 1, "a": 0}\n{"step": 2, "b": 5, "a": 3}\n')
     assert read_metrics(path) == [{"step": 1, "a": 0}, {"step": 2, "a": 3, "b": 5}]
 
 
-def test_what_a_run_has_again_is_what_was_computed() -> None:
+def test_reproducible_metrics_exclude_timings() -> None:
     computed = {"step": 3, "actor/loss": 0.5, "weight_sync/version": 2.0, "tokens/trained": 7.0, "env/a/steps": 2.0}
     timing = {
         "time": 1.5,
@@ -148,7 +148,7 @@ def test_what_a_run_has_again_is_what_was_computed() -> None:
     assert repeatable(computed | timing) == computed
 
 
-def test_all_trackers_get_everything_and_are_closed_once() -> None:
+def test_every_tracker_gets_every_event_and_closes_once() -> None:
     events: list[str] = []
     with contextlib.closing(opened(events, a="", b="")) as trackers:
         trackers.log_config({})
@@ -159,7 +159,7 @@ def test_all_trackers_get_everything_and_are_closed_once() -> None:
     assert events[:6] == expected[:6]
 
 
-def test_a_tracker_that_raises_is_named_and_the_others_are_closed() -> None:
+def test_failed_tracker_is_named_and_the_others_close() -> None:
     events: list[str] = []
     failure = raises_error(TrackerError, "tracker b", "step 7", "ConnectionError")
     with failure as caught, contextlib.closing(opened(events, a="", b="log", c="")) as trackers:
@@ -175,7 +175,7 @@ def test_a_tracker_that_cannot_be_opened_closes_those_before_it() -> None:
     assert events == ["a open", "b open", "a close"]
 
 
-def test_a_tracker_that_cannot_be_closed_is_named_after_the_others_are_closed() -> None:
+def test_tracker_that_cannot_close_is_named_after_others_close() -> None:
     events: list[str] = []
     trackers = opened(events, a="", b="close", c="")
     with raises_error(TrackerError, "tracker b"):
@@ -186,7 +186,7 @@ def test_a_tracker_that_cannot_be_closed_is_named_after_the_others_are_closed() 
 
 
 @pytest.mark.parametrize("breaks", ["finished", "close"])
-def test_every_tracker_gets_the_end_of_the_run_before_it_is_closed(breaks: str) -> None:
+def test_every_tracker_gets_the_run_end_before_close(breaks: str) -> None:
     events: list[str] = []
     trackers = opened(events, a="", b=breaks, c="")
     with raises_error(TrackerError, "tracker b"):
@@ -209,7 +209,7 @@ def test_a_gap_in_the_metrics_before_a_resumed_run_is_warned_of(tmp_path, caplog
     assert [record.args[-1] for record in said] == ([lost] if lost else [])
 
 
-def test_what_is_logged_again_for_the_resumed_step_joins_its_line(tmp_path: Path) -> None:
+def test_metrics_logged_again_for_a_resumed_step_join_its_line(tmp_path: Path) -> None:
     history = tmp_path / "before"
     history.mkdir()
     (history / "m.jsonl").write_text('{"step": 1, "time": 7.5, "loss": 1.0, "time/step": 2.0}\n')
@@ -222,7 +222,7 @@ def test_what_is_logged_again_for_the_resumed_step_joins_its_line(tmp_path: Path
     assert (second["step"], second["loss"]) == (2, 0.9)
 
 
-def test_calls_within_a_stage_carry_the_context_of_the_tracker_that_records_spans() -> None:
+def test_calls_in_a_stage_carry_the_span_context() -> None:
     class Spans(FakeTracker):
         @contextlib.contextmanager
         def stage(self, name: str) -> Iterator[TraceContext]:

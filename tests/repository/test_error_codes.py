@@ -41,7 +41,7 @@ def test_the_page_lists_every_code():
         assert text == expected
 
 
-def test_each_class_has_a_code_of_its_own():
+def test_every_error_class_has_a_unique_code():
     assert all("code" in vars(each) for each in CLASSES)
     codes = [each.code for each in CLASSES] + list(CONFIG_CODES)
     assert len(codes) == len(set(codes))
@@ -55,7 +55,7 @@ def test_codes_written_in_the_sources_exist():
     assert written <= known
 
 
-def test_users_see_the_code_before_the_message_and_one_for_each_mistake():
+def test_users_see_the_code_before_the_message():
     assert pickle.loads(pickle.dumps(DataError("a.jsonl: empty"))).described() == "ROLL-D001 a.jsonl: empty"
     problems = [ConfigProblem("run.yaml:2:1", "sede", "?", code="ROLL-C010"), ConfigProblem("run.yaml", "", "?")]
     assert ConfigError(problems).described().splitlines() == [

@@ -49,7 +49,7 @@ def test_a_part_that_hangs_is_killed_with_its_children(suite, tmp_path):
     assert suite.run_part(hanging, "cuda", os.environ, tmp_path)["status"] == "timed out"
 
 
-def test_what_only_a_device_can_show_never_passes_on_a_cpu(suite, tmp_path):
+def test_device_parts_never_pass_on_a_cpu(suite, tmp_path):
     entry = suite.run_part(part(suite, "", needs_device="two devices"), "cpu", os.environ, tmp_path)
     assert (entry["status"], entry["why"]) == ("needs a device", "two devices")
 
@@ -106,7 +106,7 @@ def test_the_systems_own_python_needs_no_uv(tmp_path, options):
     assert said.split() == ["called", "with", "tools/gpu/suite.py", *options]
 
 
-def test_packages_that_the_systems_python_lacks_are_named_at_once(suite, tmp_path, monkeypatch, capsys):
+def test_missing_packages_of_the_system_python_are_named(suite, tmp_path, monkeypatch, capsys):
     assert suite.missing_packages(sys.path) == []
     assert {"msgpack", "pluggy", "pytest", "torch", "transformers"} <= set(suite.missing_packages([str(tmp_path)]))
     # A wheel is installed without what it requires, under a condition or not.

@@ -45,7 +45,7 @@ def test_every_image_that_others_make_has_a_version():
     assert [image for image in foreign if not re.search(r":\d+\.\d+\.\d+", image)] == []
 
 
-def test_containers_do_not_run_as_root_and_are_watched_by_the_doctor():
+def test_containers_are_not_root_and_run_the_doctor():
     last = DOCKERFILE.read_text().rpartition("\nFROM ")[2]
     assert re.findall(r"^USER (\w+)", last, re.MULTILINE)[-1] == "1000"
     assert re.search(r'^HEALTHCHECK .*CMD \["roll-core", "doctor"\]$', last, re.MULTILINE)
@@ -86,7 +86,7 @@ def test_an_engine_is_of_the_version_that_its_plugin_supports():
         assert Requirement(f"{name}{supported}").specifier.contains(pin.version)
 
 
-def test_what_is_kept_out_of_the_build_is_not_needed_there():
+def test_dockerignore_keeps_all_paths_the_build_copies():
     kept = (REPOSITORY / ".dockerignore").read_text().splitlines()
     assert {"!pyproject.toml", "!packages", "!docker/requirements"} <= set(kept)
     copied = re.findall(r"^COPY (?!--from)(\S+)", DOCKERFILE.read_text(), re.MULTILINE)

@@ -197,7 +197,7 @@ KIT_PARTS = {"strategy": "found or listing or contract or logprobs_equal or adam
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_written_package_is_installed_passes_its_tests_and_is_typed(kind, authors):
+def test_generated_package_installs_passes_tests_and_is_typed(kind, authors):
     done = authors.roll_core("new", kind, "fresh_part")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = authors.folder / f"roll-{kind}-fresh-part"

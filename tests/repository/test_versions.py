@@ -44,7 +44,7 @@ def test_every_package_asks_for_a_torch_that_has_what_they_use():
     assert not too_old
 
 
-def test_a_new_version_reaches_every_range_that_names_the_package(tmp_path):
+def test_new_version_updates_every_range_of_the_package(tmp_path):
     (tmp_path / "tools").mkdir()
     shutil.copy(SCRIPT, tmp_path / "tools")
     for name in ("roll-core", "roll-modeling", "roll-strategy-hf"):

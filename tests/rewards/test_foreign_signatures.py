@@ -147,7 +147,7 @@ def test_coroutines_of_one_process_share_a_loop(reward_of, asking):
         ("['a']", ("str",)),
     ],
 )
-def test_what_trls_functions_may_not_return_names_the_function(reward_of, asking, returned, facts):
+def test_invalid_return_of_a_trl_function_names_it(reward_of, asking, returned, facts):
     reward = reward_of(f"def reward_func(completions, **kwargs): return {returned}", isolation="none")
     with raises_error(RewardFailure, ":reward_func", *facts):
         reward.score(asking("4"))
@@ -169,7 +169,7 @@ def test_a_dict_of_verl_has_a_score_and_details(reward_of, asking):
 @pytest.mark.parametrize(
     ("returned", "fact"), [("{'acc': 1.0}", "score"), ("None", "NoneType"), ("float('inf')", "inf")]
 )
-def test_what_verls_functions_may_not_return_names_the_function(reward_of, asking, returned, fact):
+def test_invalid_return_of_a_verl_function_names_it(reward_of, asking, returned, fact):
     source = f"def compute_score(data_source, solution_str, ground_truth, extra_info): return {returned}"
     with raises_error(RewardFailure, ":compute_score", fact):
         reward_of(source, "compute_score", isolation="none").score(asking("4", **ROW))
@@ -193,7 +193,7 @@ def test_a_reward_of_openrlhf_is_a_number_a_list_or_an_array(reward_of, asking, 
     ("returned", "fact"),
     [("{'scores': [1.0]}", "rewards"), ("{'rewards': [1.0, 2.0]}", "2 rewards"), ("{'rewards': ['x']}", "str")],
 )
-def test_what_openrlhfs_functions_may_not_return_names_the_function(reward_of, asking, returned, fact):
+def test_invalid_return_of_an_openrlhf_function_names_it(reward_of, asking, returned, fact):
     reward = reward_of(f"def reward_func(queries, prompts, labels): return {returned}", isolation="none")
     with raises_error(RewardFailure, ":reward_func", fact):
         reward.score(asking("4"))
@@ -231,7 +231,7 @@ def test_a_column_of_labels_is_in_each_row_and_only_for_openrlhf(reward_of, aski
         assert not config.model_copy(update={"label": None}).check_code({"question"}, 60)
 
 
-def test_a_column_may_have_the_name_of_another_frameworks_parameter(user_module):
+def test_column_may_have_the_name_of_a_foreign_parameter(user_module):
     name = f"{user_module('def f(prompt, response, queries): return 1')}:f"
     assert not FunctionConfig(reward="function", function=name).check_code({"queries"}, 60)
 

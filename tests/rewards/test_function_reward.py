@@ -80,7 +80,7 @@ def test_a_column_called_like_an_argument_does_not_collide(reward_of, asking, is
         ("__import__('roll_core.types').types.Reward(value=2.0, detail={'a': 1.0})", 2.0, {"a": 1.0}),
     ],
 )
-def test_what_a_function_may_return(reward_of, asking, isolation, returned, value, detail):
+def test_valid_return_values_are_rewards(reward_of, asking, isolation, returned, value, detail):
     found = reward_of(f"def f(prompt, response): return {returned}", isolation=isolation).score(asking("x"))
     assert (found.value, dict(found.detail), found.failed) == (value, detail, False)
 
@@ -116,7 +116,7 @@ def test_a_function_may_say_that_it_failed(reward_of, asking, isolation, returne
         ("from roll_core.errors import RewardFailure; raise RewardFailure('judge offline')", ("judge", "offline")),
     ],
 )
-def test_whatever_else_a_function_does_is_a_failure_with_its_cause(reward_of, asking, isolation, body, facts):
+def test_invalid_results_are_failures_with_their_cause(reward_of, asking, isolation, body, facts):
     reward = reward_of(f"def f(prompt, response): {body}", isolation=isolation)
     with raises_error(RewardFailure, *facts):
         reward.score(asking("x"))
@@ -146,7 +146,7 @@ def test_a_missing_column_is_a_failure_that_names_it(reward_of, asking, isolatio
 
 
 @BOTH
-def test_an_exception_names_the_columns_that_are_empty_in_the_row(reward_of, asking, isolation):
+def test_exception_names_the_empty_columns_of_the_row(reward_of, asking, isolation):
     reward = reward_of("def f(prompt, response, answer, source, hint=None): return len(answer)", isolation=isolation)
     with raises_error(RewardFailure, "TypeError", "answer", "hint") as caught:
         reward.score(asking("x", answer=None, source="book", hint=None))
@@ -175,7 +175,7 @@ def test_a_function_that_hangs_is_a_failure_at_its_deadline(reward_of, asking, i
     (tmp_path / "enough").touch()
 
 
-def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of, asking):
+def test_hanging_calls_without_isolation_are_limited(reward_of, asking):
     release = threading.Event()
     reward = reward_of("def f(prompt, response, wait): return wait()", isolation="none", timeout_s=0.5)
     for _ in range(8):
@@ -204,7 +204,7 @@ def test_without_isolation_only_so_many_hanging_calls_are_given_up_on(reward_of,
         ("async def f(prompt, response): return 1", "f", ("coroutine",)),
     ],
 )
-def test_a_function_that_cannot_be_used_is_told_before_anything_starts(reward_of, isolation, source, function, facts):
+def test_unusable_function_is_reported_before_the_start(reward_of, isolation, source, function, facts):
     with raises_error(ConfigError, *facts) as caught:
         reward_of(source, function, isolation=isolation)
     assert caught.value.problems[0].key == "function"
@@ -247,7 +247,7 @@ def test_a_column_that_cannot_travel_is_named(reward_of, asking):
         reward.score(asking("", when=object()))
 
 
-def test_closing_before_the_start_changes_nothing_and_closing_twice_ends_it_once(user_module, asking):
+def test_close_works_before_the_start_and_twice(user_module, asking):
     name = user_module("def f(prompt, response, **metadata): return 1")
     reward = FunctionReward(FunctionConfig(reward="function", function=f"{name}:f"))
     reward.close()

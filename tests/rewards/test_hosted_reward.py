@@ -92,7 +92,7 @@ def scored(worker, requests):
     return asyncio.run(main())
 
 
-def test_it_scores_in_a_process_of_its_own_that_started_it(worker_of, asking):
+def test_score_runs_in_a_separate_process(worker_of, asking):
     (reward,) = scored(worker_of(weight=2.0), [asking("four", extra=np.int64(3))])
     assert reward.value == 2.0 * (4 + 2 + 3)
     assert reward.detail["pid"] == reward.detail["started"] != float(__import__("os").getpid())
@@ -100,7 +100,7 @@ def test_it_scores_in_a_process_of_its_own_that_started_it(worker_of, asking):
 
 
 @pytest.mark.parametrize("hangs", ["hang", "c code"])
-def test_a_score_that_hangs_is_a_failure_at_its_deadline_and_others_are_not_affected(worker_of, asking, hangs):
+def test_hanging_score_fails_at_its_deadline_without_the_others(worker_of, asking, hangs):
     worker = worker_of(timeout_s=3.0)
     began = time.monotonic()
     right, hung, later = scored(worker, [asking(each, extra=0) for each in ("a", hangs, "bb")])
@@ -111,9 +111,7 @@ def test_a_score_that_hangs_is_a_failure_at_its_deadline_and_others_are_not_affe
     assert [each.value for each in asyncio.run(worker.score([asking("ccc", extra=0)]))] == [5.0]
 
 
-def test_an_exception_is_a_failure_that_names_reward_package_and_line_and_its_traceback_is_logged(
-    worker_of, asking, caplog
-):
+def test_exception_failure_names_reward_package_and_line(worker_of, asking, caplog):
     caplog.set_level(logging.INFO, "roll_core")
     responses = ("raise", "fail", "number", "component")
     raised, failed, number, component = scored(worker_of(), [asking(each, extra=0) for each in responses])
@@ -158,5 +156,5 @@ def test_a_column_that_cannot_be_sent_is_a_failure_of_its_sample(worker_of, aski
     assert right.value == 3.0
 
 
-def test_rewards_with_processes_of_their_own_enforce_their_timeout_themselves():
+def test_rewards_with_own_processes_enforce_their_timeout():
     assert {each.name for each in roll_rewards() if each.enforces_timeout} == {"code", "function", "math_rule"}

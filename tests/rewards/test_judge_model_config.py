@@ -73,7 +73,7 @@ def test_a_mistake_in_a_judge_is_located(old, new, found):
 
 @pytest.mark.parametrize("own", [True, False], ids=["own model", "pretrain"])
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_model_without_a_tokenizer_or_a_chat_template_is_found_before_it_is_loaded(own, file):
+def test_judge_without_tokenizer_or_chat_template_is_refused(own, file):
     Path("judge/tokenizer_config.json").write_text("{}", encoding="utf-8")
     if file == "tokenizer.json":
         Path("judge/tokenizer.json").unlink()
@@ -97,7 +97,7 @@ def test_the_saved_config_is_valid_again():
 
 
 @pytest.mark.parametrize("votes", [1, 3])
-def test_the_plan_has_the_judge_beside_the_engine_during_rollouts(votes):
+def test_plan_counts_the_judge_beside_the_engine_in_rollouts(votes):
     keys = f"reward: judge_model\n    max_tokens: 100\n    temperature: 1\n    num_votes: {votes}"
     plan = make_plan(loaded(RUN.replace("reward: judge_model", keys)), load_registry(), host_bytes=2**34)
     (memory,) = [each for each in plan.memory if each.role == AT]

@@ -292,7 +292,7 @@ def test_a_missing_column_lists_those_there_are(math_rule, asking):
         math_rule.score(asking(r"\boxed{42}", answer="42", level=1))
 
 
-def test_the_column_of_the_truth_and_the_need_of_a_box_can_be_configured(asking):
+def test_truth_column_and_required_box_are_configurable(asking):
     reward = MathRuleReward(
         MathRuleConfig(reward="math_rule", ground_truth="solution", require_boxed=True, timeout_s=60)
     )
@@ -305,7 +305,7 @@ def test_the_column_of_the_truth_and_the_need_of_a_box_can_be_configured(asking)
 
 
 @pytest.mark.slow(ci=True)
-def test_answers_that_never_end_cost_their_deadline_and_are_failures(asking):
+def test_endless_answers_fail_at_their_deadline(asking):
     reward = MathRuleReward(MathRuleConfig(reward="math_rule", timeout_s=8, processes=1))
     reward.start()
     try:

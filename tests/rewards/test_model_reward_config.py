@@ -96,7 +96,7 @@ def test_the_saved_config_is_valid_again():
     assert type(role).model_validate(role.model_dump(mode="json")) == role
 
 
-def test_the_plan_has_the_reward_model_beside_the_engine_during_rollouts():
+def test_plan_counts_the_reward_model_beside_the_engine():
     Path("run.yaml").write_text(RUN, encoding="utf-8")
     plan = make_plan(load(Path("run.yaml"), (), load_registry()), load_registry(), host_bytes=2**34)
     (memory,) = [each for each in plan.memory if each.role == AT]

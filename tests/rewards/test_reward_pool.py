@@ -133,7 +133,7 @@ def test_a_hang_ends_at_the_deadline_and_the_next_job_is_done(pool_of, act):
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
 
-def test_a_number_too_large_for_the_universe_ends_at_the_deadline(pool_of):
+def test_huge_number_ends_at_the_deadline(pool_of):
     with raises_error(RewardFailure, "0.3"):
         pool_of().call({"act": "bignum", "value": 9}, timeout_s=0.3)
 
@@ -148,14 +148,14 @@ def test_a_number_too_large_for_the_universe_ends_at_the_deadline(pool_of):
         ("object", ("TypeError", "JSON")),
     ],
 )
-def test_what_goes_wrong_is_told_and_the_next_job_is_done(pool_of, act, facts):
+def test_failed_job_is_reported_and_the_next_one_runs(pool_of, act, facts):
     pool = pool_of()
     with raises_error(RewardFailure, *facts):
         pool.call({"act": act}, timeout_s=30)
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
 
-def test_a_process_killed_between_jobs_is_replaced_without_a_word(pool_of):
+def test_process_killed_between_jobs_is_replaced_silently(pool_of):
     pool = pool_of()
     pid = pool.call({"act": "pid", "value": 0}, timeout_s=30)
     os.kill(pid, signal.SIGKILL)
@@ -163,7 +163,7 @@ def test_a_process_killed_between_jobs_is_replaced_without_a_word(pool_of):
     assert pool.call({"act": "pid", "value": 0}, timeout_s=30) != pid
 
 
-def test_a_process_killed_in_the_middle_is_a_failure_of_that_job_alone(pool_of, tmp_path):
+def test_process_killed_in_a_job_fails_only_that_job(pool_of, tmp_path):
     pool = pool_of()
     pid = pool.call({"act": "pid", "value": 0}, timeout_s=30)
     begun = tmp_path / "begun"
@@ -173,7 +173,7 @@ def test_a_process_killed_in_the_middle_is_a_failure_of_that_job_alone(pool_of, 
     assert pool.call({"act": "echo", "value": 1}, timeout_s=30) == 1
 
 
-def test_what_a_judge_prints_does_not_reach_the_runs_output(pool_of, capfd):
+def test_output_of_a_judge_does_not_reach_the_run_output(pool_of, capfd):
     assert pool_of().call({"act": "print"}, timeout_s=30) == "quiet"
     out, err = capfd.readouterr()
     assert out == ""
@@ -195,7 +195,7 @@ def test_the_pool_grows_while_jobs_wait_and_not_beyond_its_size(pool_of, tmp_pat
     assert len(set(pids)) == 2
 
 
-def test_jobs_share_the_processes_that_there_are_if_no_more_can_start(pool_of, monkeypatch, caplog):
+def test_jobs_share_processes_if_no_more_can_start(pool_of, monkeypatch, caplog):
     pool = pool_of(size=4)
     first = pool.call({"act": "pid", "value": 0}, timeout_s=60)
 
@@ -221,14 +221,14 @@ def test_memory_is_limited_and_the_failure_names_the_limit(pool_of):
     assert pool.call({"act": "memory", "value": 10}, timeout_s=60) == 10
 
 
-def test_a_job_that_forks_and_returns_in_both_processes_leaves_the_next_jobs_their_own_values(pool_of):
+def test_forked_job_does_not_change_results_of_later_jobs(pool_of):
     pool = pool_of()
     for number in range(20):
         assert pool.call({"act": "fork", "value": number}, timeout_s=60) == number
         assert pool.call({"act": "echo", "value": -number}, timeout_s=60) == -number
 
 
-def test_a_reply_to_another_job_is_refused_and_its_process_is_not_used_again(pool_of):
+def test_reply_to_another_job_is_refused_and_ends_its_process(pool_of):
     pool = pool_of()
     assert pool.call({"act": "echo", "value": 1}, timeout_s=60) == 1  # job 0
     with raises_error(RewardFailure, "pid"):
@@ -279,7 +279,7 @@ def test_closing_twice_or_before_the_start_is_no_error(pool_of):
         pool.call({"act": "echo"}, timeout_s=60)
 
 
-def test_what_a_judge_started_dies_with_it(pool_of):
+def test_child_process_of_a_judge_is_killed_on_close(pool_of):
     pool = pool_of()
     pid = pool.call({"act": "start another"}, timeout_s=30)
     assert psutil.pid_exists(pid)
