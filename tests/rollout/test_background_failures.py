@@ -89,7 +89,7 @@ def test_every_thread_is_known():
     assert set(calls("Thread", "ThreadPoolExecutor")) == set(THREADS)
 
 
-def test_nobody_else_handles_what_callbacks_raise():
+def test_only_the_core_sets_the_loop_exception_handler():
     assert set(calls("set_exception_handler")) == {("cluster/concurrency.py", "end_on_failure")}
 
 
@@ -168,7 +168,7 @@ def test_an_exception_where_nobody_awaits_ends_the_run(inject):
     assert closed == [True]
 
 
-def test_a_failure_while_the_run_ends_does_not_interrupt_its_cleanup():
+def test_failure_at_the_end_of_a_run_does_not_stop_its_cleanup():
     closed = []
 
     async def main():

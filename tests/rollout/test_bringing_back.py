@@ -75,7 +75,7 @@ def test_answers_are_whole_however_often_all_replicas_died(lives_s):
     in_virtual_time(main)
 
 
-def test_what_kills_every_replica_ends_in_the_death_of_the_last_one():
+def test_repeatedly_killed_replicas_raise_the_last_error():
     async def main():
         async with started(*[0.5] * 10) as role:
             with raises_error(WorkerDiedError, RESTART_ATTEMPTS, "rank 0"):
@@ -86,7 +86,7 @@ def test_what_kills_every_replica_ends_in_the_death_of_the_last_one():
     in_virtual_time(main)
 
 
-def test_those_who_wait_together_bring_it_back_once():
+def test_concurrent_callers_restart_a_replica_once():
     async def main():
         async with started(1.5, None) as role:
             both = await asyncio.gather(role.generate(REQUESTS[:4]), role.generate(REQUESTS[4:]))
@@ -126,7 +126,7 @@ def test_a_publish_that_fails_is_what_the_one_who_waits_hears():
     in_virtual_time(main)
 
 
-def test_one_who_gives_up_waiting_leaves_nothing_behind():
+def test_cancelled_caller_leaves_no_request():
     async def main():
         async with started(1.5) as role:
             for wait_s in (1.0, 20.0):  # while it is drawn, and while it is brought back
@@ -138,7 +138,7 @@ def test_one_who_gives_up_waiting_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_without_a_publisher_it_loads_its_own_weights_unless_others_were_published_to_it(published):
+def test_unpublished_replica_loads_its_own_weights(published):
     async def main():
         role = GroupInferRole("judge", WorkerConfig(), NoWorkers(), queue=POLLED)
         replica = engine("0")
@@ -187,7 +187,7 @@ class Group:
 
 
 @pytest.mark.parametrize("method", ["offload", "onload"])
-def test_a_replica_that_dies_while_it_makes_room_is_no_error_of_those_who_want_it(method):
+def test_replica_death_during_offload_or_onload_is_ignored(method):
     async def main():
         group = Group({1})
         role = GroupInferRole("actor_infer", WorkerConfig(), group)

@@ -81,7 +81,7 @@ def role_of(engine, *, seed=0, **keys):
     )
 
 
-def test_the_judge_reads_its_own_template_and_its_reply_is_the_reward(encoder):
+def test_judge_uses_its_template_and_its_reply_is_the_reward(encoder):
     engine = Engine(encoder, ["no, YES"], ["NO"])
     found = asyncio.run(role_of(engine, max_tokens=9).score([request("4"), request("5", 1)]))
     assert found == [
@@ -93,7 +93,7 @@ def test_the_judge_reads_its_own_template_and_its_reply_is_the_reward(encoder):
     assert {(each.params.temperature, each.params.max_new_tokens, each.n) for each in engine.requests} == {(0, 9, 1)}
 
 
-def test_the_majority_of_the_votes_counts_and_half_without_a_score_are_a_failure(encoder):
+def test_majority_of_votes_is_the_reward_and_few_scores_fail(encoder):
     engine = Engine(encoder, ["yes", "no", "yes"], ["no", "?", "yes"], ["?", "?", "yes"])
     role = role_of(engine, num_votes=3, temperature=1.0)
     most, tie, few = asyncio.run(role.score([request("4", at) for at in range(3)]))
@@ -139,7 +139,7 @@ def test_seeds_depend_on_the_run_and_the_sample_alone(encoder):
     assert len({*seeds(3, [0, 1]), *seeds(4, [0, 1])}) == 4
 
 
-def test_what_concerns_one_sample_is_its_failure_and_another_error_ends_the_batch(encoder):
+def test_sample_errors_are_failures_and_others_end_the_batch(encoder):
     engine = Engine(encoder, DataError("too long"), ["yes"])
     found = asyncio.run(role_of(engine).score([request("4"), request("5", 1)]))
     assert [(each.value, "too long" in each.failure) for each in found] == [(None, True), (2.0, False)]
@@ -147,7 +147,7 @@ def test_what_concerns_one_sample_is_its_failure_and_another_error_ends_the_batc
         asyncio.run(role_of(Engine(encoder, RuntimeError("gone"))).score([request("4")]))
 
 
-def test_a_missing_column_and_an_error_of_the_reward_are_failures_without_a_request(encoder, monkeypatch):
+def test_invalid_samples_are_failures_without_a_request(encoder, monkeypatch):
     engine = Engine(encoder)
     role = role_of(engine, judge_prompt="{response}{ground_truth}", ground_truth="gone")
     assert "gone" in asyncio.run(role.score([request("4")]))[0].failure

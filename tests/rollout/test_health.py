@@ -71,7 +71,7 @@ def check(found):
 
 
 @pytest.mark.parametrize("kind", [SimulatedEngine, Silent])
-def test_however_long_requests_wait_in_the_queue_of_an_engine_that_works_it_is_not_given_up(kind):
+def test_busy_engine_is_not_timed_out_however_long_its_queue(kind):
     async def main():
         queue = fleet([made(kind, "0", max_rows=1)])
         check(await answers(queue, [request(f"r{i}", n=2) for i in range(40)]))
@@ -83,7 +83,7 @@ def test_however_long_requests_wait_in_the_queue_of_an_engine_that_works_it_is_n
 
 
 @pytest.mark.parametrize("kind", [SimulatedEngine, Deaf])
-def test_what_a_replica_that_hangs_was_drawing_goes_on_elsewhere_from_its_last_token(kind):
+def test_responses_of_a_hung_replica_resume_elsewhere(kind):
     async def main():
         first, second = made(kind, "0", max_rows=64), engine("1", max_rows=64)
         queue = fleet([first])
@@ -105,7 +105,7 @@ def test_what_a_replica_that_hangs_was_drawing_goes_on_elsewhere_from_its_last_t
     in_virtual_time(main)
 
 
-def test_one_that_hangs_keeps_nobody_from_telling_its_progress():
+def test_hung_replica_does_not_block_progress_of_others():
     async def main():
         deaf, dying, last = made(Deaf, "0"), engine("1"), engine("2")
         queue = fleet([deaf, dying], tokens_s=1000.0)
@@ -145,7 +145,7 @@ def test_an_engine_that_is_slow_to_tell_is_asked_less_often():
     in_virtual_time(main)
 
 
-def test_an_engine_that_does_not_tell_shows_that_it_lives_by_answers_alone():
+def test_engine_without_progress_is_alive_by_completions_only():
     async def main():
         first, second = made(Silent, "0"), made(Silent, "1")
         queue = fleet([first, second], tokens_s=1.0, answers_s=30.0)
@@ -169,7 +169,7 @@ def test_an_engine_that_does_not_tell_shows_that_it_lives_by_answers_alone():
         (Silent, ("2", "rpc_timeout", "30 s")),
     ],
 )
-def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by_which_key(kind, facts):
+def test_hang_of_the_only_replica_fails_all_callers_with_facts(kind, facts):
     async def main():
         replica = made(kind, "actor_infer")
         queue = fleet([replica])
@@ -185,7 +185,7 @@ def test_when_the_only_one_hangs_everybody_who_waits_is_told_who_how_long_and_by
     in_virtual_time(main)
 
 
-def test_time_without_work_and_time_in_which_weights_are_replaced_do_not_count():
+def test_idle_time_and_weight_updates_do_not_count_as_silence():
     async def main():
         replica = engine("0")
         queue = fleet([replica])
@@ -269,7 +269,7 @@ def test_an_only_idle_replica_that_stops_replying_is_awaited():
 
 
 @pytest.mark.parametrize("how", ["requests", "weights"])
-def test_who_cuts_short_what_a_replica_draws_waits_no_longer_than_until_it_is_given_up(how):
+def test_abort_of_a_hung_replica_blocks_until_its_timeout_only(how):
     async def main():
         deaf, other = made(Deaf, "0"), engine("1")
         queue = fleet([deaf, other])

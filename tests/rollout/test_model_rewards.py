@@ -65,7 +65,7 @@ def role_of(model, *, ready=at_once, vocab_size=100):
     )
 
 
-def test_the_score_is_the_last_value_times_the_weight_and_what_is_not_finite_is_a_failure():
+def test_score_is_the_weighted_last_value_or_a_failure():
     model = Model()
     (good, bad, foreign) = asyncio.run(role_of(model).score(sampled_group("a", [[5, 3, 0], [5, 9], [5, 100]])))
     assert good.value == 6.0
@@ -91,7 +91,7 @@ def test_groups_that_wait_share_a_pass_in_the_order_of_their_ids():
     assert asyncio.run(main()) == ([4.0, 8.0, 6.0], [[[1, 2]], [[1, 3], [1, 4]]])
 
 
-def test_an_error_of_the_model_is_raised_to_every_caller_and_the_next_pass_is_another():
+def test_model_error_reaches_every_caller_and_next_pass_is_new():
     class Broken(Model):
         async def score(self, sequences, want):
             if not self.passes:
@@ -124,7 +124,7 @@ def test_a_caller_that_is_cancelled_is_not_scored():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_in_a_synchronous_run_all_groups_share_one_pass_whenever_they_finish(seed):
+def test_synchronous_groups_share_one_pass(seed):
     async def main():
         queue = RequestQueue([engine(f"e{seed}", max_rows=1 + seed)])
         model = Model()

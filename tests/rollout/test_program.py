@@ -101,7 +101,7 @@ async def score(prompt, group):
 @pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("ahead", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_episodes_see_neither_weight_updates_nor_lost_replicas_nor_the_end_of_a_batch(ahead, concurrent, seed):
+def test_episodes_are_unaffected_by_updates_deaths_and_batches(ahead, concurrent, seed):
     async def main():
         rng = random.Random(seed)
         replicas = [engine(str(i)) for i in range(3)]
@@ -161,7 +161,7 @@ def test_resumed_episodes_repeat_no_finished_turn(concurrent):
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
-def test_greedy_responses_are_scored_with_their_group_and_survive_a_checkpoint(ahead):
+def test_greedy_responses_are_scored_and_survive_a_checkpoint(ahead):
     async def score_all(prompt, group):
         rewards = range(len(group.samples))
         samples = (each.with_reward(Reward(value=float(r))) for each, r in zip(group.samples, rewards, strict=True))
@@ -190,7 +190,7 @@ def test_greedy_responses_are_scored_with_their_group_and_survive_a_checkpoint(a
     in_virtual_time(main)
 
 
-def test_programs_that_cannot_be_saved_start_again_and_are_counted():
+def test_programs_that_cannot_be_saved_restart_and_are_counted():
     async def main():
         chosen = plan(ahead=1.0, program=Unsaved)
         queue = RequestQueue([engine("0")])
@@ -247,7 +247,7 @@ class CancelsItself(RolloutProgram):
 
 @pytest.mark.parametrize("program", [OneKeyTwice, OneKeyTwiceAfterAPause, TooFew, NoGroup, CancelsItself])
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_program_that_breaks_the_contract_ends_the_batch_and_is_named(program, evaluates):
+def test_program_that_breaks_the_contract_ends_the_batch(program, evaluates):
     async def main():
         queue = RequestQueue([engine("0")])
         chosen = plan(program=program)

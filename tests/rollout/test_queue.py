@@ -40,7 +40,7 @@ def test_every_request_is_answered_in_order(routing, max_running):
     in_virtual_time(main)
 
 
-def test_no_replica_has_more_than_it_may_have_and_rows_do_not_wait_for_the_longest_of_a_group():
+def test_replica_capacity_holds_and_rows_are_scheduled_singly():
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
         queue = RequestQueue(replicas, max_running=8)
@@ -58,7 +58,7 @@ def test_no_replica_has_more_than_it_may_have_and_rows_do_not_wait_for_the_longe
     in_virtual_time(main)
 
 
-def test_with_affinity_what_goes_on_goes_to_where_it_was_and_sticky_waits_for_room_there():
+def test_affinity_resumes_in_place_and_sticky_awaits_capacity():
     async def places(routing):
         replicas = [engine(str(i)) for i in range(3)]
         queue = RequestQueue(replicas, routing=routing, max_running=2)
@@ -84,7 +84,7 @@ def test_with_affinity_what_goes_on_goes_to_where_it_was_and_sticky_waits_for_ro
 @pytest.mark.parametrize(
     ("params", "ends"), [({}, True), ({"ignore_eos": True}, False), ({"min_new_tokens": 400}, False)]
 )
-def test_a_stop_string_over_a_pause_ends_a_response_as_one_in_an_engine_would(params, ends):
+def test_stop_string_across_a_pause_ends_the_response(params, ends):
     async def main():
         def find(tokens, seam, stops):
             return seam + 1, stops[0]
@@ -101,7 +101,7 @@ def test_a_stop_string_over_a_pause_ends_a_response_as_one_in_an_engine_would(pa
     in_virtual_time(main)
 
 
-def test_a_streamed_request_sees_its_tokens_grow_over_pauses_and_a_lost_replica():
+def test_streamed_tokens_grow_over_pauses_and_replica_loss():
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
         queue = RequestQueue(replicas)
@@ -127,7 +127,7 @@ def test_a_streamed_request_sees_its_tokens_grow_over_pauses_and_a_lost_replica(
     in_virtual_time(main)
 
 
-def test_a_request_that_fails_ends_alone_for_who_asks_and_together_for_who_waits():
+def test_failed_request_ends_alone_or_with_its_batch():
     class Fussy(SimulatedEngine):
         def submit(self, requests, on_result):
             bad = [each for each in requests if each.id == "bad"]
@@ -150,7 +150,7 @@ def test_a_request_that_fails_ends_alone_for_who_asks_and_together_for_who_waits
     in_virtual_time(main)
 
 
-def test_what_is_asked_of_one_replica_is_asked_there_at_once_though_others_are_idle_and_it_is_full():
+def test_request_for_one_replica_starts_there_even_if_it_is_full():
     async def main():
         replicas = [engine(str(i)) for i in range(3)]
         queue = RequestQueue(replicas[:2], max_running=1, routing="sticky")
@@ -168,7 +168,7 @@ def test_what_is_asked_of_one_replica_is_asked_there_at_once_though_others_are_i
     in_virtual_time(main)
 
 
-def test_what_is_asked_of_a_replica_that_dies_or_is_gone_fails_and_goes_nowhere_else():
+def test_request_for_a_dead_replica_fails_without_rerouting():
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
         queue = RequestQueue(replicas)
@@ -188,7 +188,7 @@ def test_what_is_asked_of_a_replica_that_dies_or_is_gone_fails_and_goes_nowhere_
 
 
 @pytest.mark.parametrize("routing", ["least_loaded", "prompt_affinity", "sticky"])
-def test_where_all_replicas_die_requests_wait_for_the_next_one_and_go_on_from_their_last_token(routing):
+def test_requests_resume_on_the_next_replica_after_all_die(routing):
     async def main():
         replicas = [engine(str(i)) for i in range(3)]
         queue = RequestQueue(replicas[:2], routing=routing, progress_s=1.0, survives_all=lambda: True)
@@ -223,7 +223,7 @@ def test_where_all_replicas_die_requests_wait_for_the_next_one_and_go_on_from_th
 
 
 @pytest.mark.parametrize("routing", ["least_loaded", "prompt_affinity", "sticky"])
-def test_what_is_urgent_goes_before_what_waits_also_before_what_waits_for_its_replica(routing):
+def test_priority_requests_precede_queued_and_sticky_ones(routing):
     async def main():
         replica = engine("0")
         queue = RequestQueue([replica], max_running=1, routing=routing)
@@ -241,7 +241,7 @@ def test_what_is_urgent_goes_before_what_waits_also_before_what_waits_for_its_re
     in_virtual_time(main)
 
 
-def test_one_id_twice_at_once_is_refused():
+def test_duplicate_request_id_is_refused():
     async def main():
         queue = RequestQueue([engine("0")])
         ask(queue, [request("r")], lambda id, outcome: None)
@@ -253,7 +253,7 @@ def test_one_id_twice_at_once_is_refused():
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
-def test_nothing_begins_while_weights_are_replaced_and_everything_goes_on_afterwards(in_flight):
+def test_no_request_starts_while_weights_are_updated(in_flight):
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
         queue = RequestQueue(replicas)
@@ -309,7 +309,7 @@ def test_paused_requests_continue_from_their_last_token(max_running):
     in_virtual_time(main)
 
 
-def test_an_output_that_was_interrupted_at_its_last_token_is_complete_when_it_is_submitted_again():
+def test_output_interrupted_at_its_last_token_is_complete():
     # As after a resume with a smaller response_length: another token would be one too many.
     async def main():
         queue = RequestQueue([engine("0")])
@@ -388,7 +388,7 @@ def test_requests_of_a_pause_that_ends_early_are_resumed(aborted_s, caplog):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("replaced", [True, False])
-def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts_twice(seed, replaced):
+def test_replica_failures_neither_lose_nor_duplicate_outputs(seed, replaced):
     """Every output is drawn to its end exactly once, token by token, and the ledger agrees."""
 
     async def main():
@@ -448,7 +448,7 @@ def test_replicas_that_die_or_hang_at_any_moment_lose_nothing_and_nothing_counts
     in_virtual_time(main)
 
 
-def test_tokens_that_were_told_before_a_death_are_not_drawn_again():
+def test_reported_tokens_are_not_regenerated_after_a_death():
     async def main():
         first, second = engine("0", max_rows=64), engine("1", max_rows=64)
         queue = RequestQueue([first], progress_s=0.5)
@@ -485,7 +485,7 @@ def test_when_the_last_replica_dies_everybody_who_waits_is_told():
     in_virtual_time(main)
 
 
-def test_who_does_not_wait_any_more_costs_nothing():
+def test_cancelled_callers_free_their_requests():
     async def main():
         replica = engine("0", max_rows=2)
         queue = RequestQueue([replica])
@@ -500,7 +500,7 @@ def test_who_does_not_wait_any_more_costs_nothing():
     in_virtual_time(main)
 
 
-def test_what_is_asked_of_a_lost_replica_fails_although_another_will_be_added():
+def test_request_for_a_lost_replica_fails_before_a_replacement():
     async def main():
         replicas = [engine(str(i)) for i in range(2)]
         queue = RequestQueue(replicas[:1], survives_all=lambda: True)
@@ -517,7 +517,7 @@ def test_what_is_asked_of_a_lost_replica_fails_although_another_will_be_added():
     in_virtual_time(main)
 
 
-def test_a_request_for_prompt_logprobs_begins_again_if_its_replica_is_lost_and_has_them():
+def test_prompt_logprobs_restart_if_their_replica_is_lost():
     class OfPrompts(SimulatedEngine):
         """Returns prompt logprobs with a result that asks for them, and reports only tokens."""
 

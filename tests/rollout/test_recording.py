@@ -227,7 +227,7 @@ DAMAGE = {
         (multi_turn_batch, ("baseline", "rollout", "turns", 0, "context_ids")),
     ],
 )
-def test_a_wrong_array_is_an_error_of_its_file_even_if_its_digest_is_right(tmp_path, damage, made, path):
+def test_invalid_array_is_an_error_of_its_file(tmp_path, damage, made, path):
     recording = record(tmp_path, 1, recorded=made())
     head, first, *others = recording.steps[1].read_text(encoding="utf-8").splitlines()
     line = inner = json.loads(first)
@@ -250,7 +250,7 @@ def test_another_schema_is_refused(tmp_path):
         recording.batch(1, plan_of())
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_missing_recordings_and_steps_are_named(tmp_path):
     with raises_error(RecordingError, tmp_path, "record_rollouts"):
         Recording(tmp_path)
     recording = record(tmp_path, 1, 2, 4)

@@ -35,7 +35,7 @@ def test_parts_make_one_output_that_ends_as_the_last_does():
     assert output.sampled.logprobs.dtype == np.float32
 
 
-def test_an_output_that_is_cut_at_its_last_token_is_as_long_as_it_may_be():
+def test_output_cut_at_its_last_token_has_the_maximal_length():
     output = PartialOutput(0)
     output.add(part(1, 2), 3)
     output.add(part(3), 3)
@@ -43,7 +43,7 @@ def test_an_output_that_is_cut_at_its_last_token_is_as_long_as_it_may_be():
     assert output.sampled.finish_reason == "length"
 
 
-def test_what_is_left_has_the_tokens_in_its_prompt_and_a_seed_of_its_own():
+def test_remaining_request_has_the_tokens_and_a_new_seed():
     params = SamplingParams(max_new_tokens=10, min_new_tokens=3, seed=4, temperature=0.5)
     request = GenerateRequest(id="r", prompt_ids=np.array([8, 9]), params=params, n=3, prompt_logprobs=True, priority=2)
     output = PartialOutput(1)
@@ -81,7 +81,7 @@ def tokens(text):
         ("ab", 2, ["ab"], None),
     ],
 )
-def test_a_stop_string_that_reaches_over_a_cut_is_found_where_it_is_complete(text, seam, stops, found):
+def test_stop_string_across_a_cut_is_found(text, seam, stops, found):
     assert stop_finder(letters)(tokens(text), seam, stops) == found
 
 
@@ -95,7 +95,7 @@ def computed(tokens, name):
     st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=6),
     st.integers(1, 5),
 )
-def test_experts_of_parts_are_those_of_the_engine_that_drew_what_follows(parts, num_prompt):
+def test_experts_come_from_the_engine_that_generated_the_rest(parts, num_prompt):
     """A part that an engine did not live to tell has none, and a part may have no token."""
     request = GenerateRequest(
         id="r", prompt_ids=np.arange(num_prompt), params=SamplingParams(max_new_tokens=99), routed_experts=True
@@ -117,7 +117,7 @@ def test_experts_of_parts_are_those_of_the_engine_that_drew_what_follows(parts, 
         assert found.dtype == np.uint8
 
 
-def test_an_output_that_is_cut_loses_the_experts_of_what_is_cut_off():
+def test_cut_output_drops_the_experts_of_dropped_tokens():
     output = replace(part(10, 11, 12, 13), routed_experts=computed(range(7), 0))  # a prompt of three tokens
     cut = cut_at(output, 2, "stop")
     assert cut.token_ids.tolist() == [10, 11]

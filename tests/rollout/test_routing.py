@@ -48,7 +48,7 @@ def test_the_least_loaded_is_chosen_and_of_equals_the_first(acts, most):
         assert router.choose("any") is min(with_room, key=lambda each: (each.load, each.number), default=None)
 
 
-def test_with_affinity_a_prompt_goes_where_it_was_unless_that_is_full():
+def test_affinity_returns_a_prompt_unless_the_replica_is_full():
     router = Router("prompt_affinity", 4)
     first, second = seats(router, 2)
     assert router.choose("p") is first
@@ -66,7 +66,7 @@ def test_with_affinity_a_prompt_goes_where_it_was_unless_that_is_full():
 @pytest.mark.parametrize(
     ("load", "other", "stays"), [(64, 0, True), (65, 0, False), (264, 200, True), (300, 200, True), (301, 200, False)]
 )
-def test_with_affinity_a_prompt_leaves_a_replica_that_is_far_busier(load, other, stays):
+def test_affinity_leaves_a_far_busier_replica(load, other, stays):
     """64 outputs more than the idlest, and half as many again."""
     router = Router("prompt_affinity", None)
     first, second = seats(router, 2)
@@ -76,7 +76,7 @@ def test_with_affinity_a_prompt_leaves_a_replica_that_is_far_busier(load, other,
     assert router.choose("p") is (first if stays else second)
 
 
-def test_what_sticks_stays_however_busy_its_replica_is():
+def test_sticky_prompt_stays_on_a_busy_replica():
     router = Router("sticky", None)
     first, _ = seats(router, 2)
     assert router.choose("p") is first
@@ -84,7 +84,7 @@ def test_what_sticks_stays_however_busy_its_replica_is():
     assert router.choose("p") is first
 
 
-def test_what_sticks_waits_for_its_replica_as_long_as_that_lives():
+def test_sticky_prompt_waits_while_its_replica_is_alive():
     router = Router("sticky", 4)
     first, second = seats(router, 2)
     assert router.choose("p") is first
@@ -106,7 +106,7 @@ def places(replicas):
 
 
 @pytest.mark.parametrize(("routing", "stays"), [("sticky", True), ("prompt_affinity", True), ("least_loaded", False)])
-def test_what_a_synchronous_batch_left_unfinished_goes_on_where_it_was(routing, stays):
+def test_unfinished_synchronous_requests_resume_in_place(routing, stays):
 
     async def main():
         replicas = [engine(str(i)) for i in range(3)]

@@ -57,7 +57,7 @@ def test_a_group_survives_json_bit_for_bit(logprobs, reward, finish, experts):
             assert np.array_equal(other.routed_experts, experts)
 
 
-def test_half_drawn_outputs_survive_and_so_do_those_that_were_not_begun():
+def test_partial_and_unstarted_outputs_survive_saving():
     drawn = CompletionOutput(
         token_ids=np.array([5, 6]),
         logprobs=np.array([-0.1, -0.2], dtype=np.float32),

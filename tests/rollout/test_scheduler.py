@@ -48,7 +48,7 @@ async def train(queue, seconds=3.0, in_flight=False):
 @pytest.mark.parametrize("ahead", [0.0, 0.5, 1.0, 2.5])
 @pytest.mark.parametrize("concurrent", [True, False])
 @pytest.mark.parametrize("keep_partials", [True, False])
-def test_batches_are_in_prompt_order_and_never_older_than_allowed(ahead, concurrent, keep_partials):
+def test_batches_are_in_prompt_order_within_the_staleness_bound(ahead, concurrent, keep_partials):
     async def main():
         queue = fleet()
         scheduler = RolloutScheduler(
@@ -79,7 +79,7 @@ def test_batches_are_in_prompt_order_and_never_older_than_allowed(ahead, concurr
     ("ahead", "concurrent", "first_ready"),
     [(0.0, False, False), (0.5, False, True), (1.0, True, False), (2.5, True, False)],
 )
-def test_tags_with_fractional_means_are_in_their_batches_and_never_older_than_allowed(ahead, concurrent, first_ready):
+def test_fractional_tag_shares_respect_the_staleness_bound(ahead, concurrent, first_ready):
     means = {"a": 5.25, "b": 0.5, "c": 0.25}
     expected = ["aaaaab", "aaaaaa", "aaaaac", "aaaaab"]  # due after step 2: 15.75 - 11 of a, 1.5 - 1 of b, 0.75 of c
 
@@ -105,7 +105,7 @@ def test_tags_with_fractional_means_are_in_their_batches_and_never_older_than_al
     in_virtual_time(main)
 
 
-def test_generation_ahead_saves_the_time_in_which_engines_would_wait():
+def test_generation_ahead_uses_idle_engine_time():
     async def seconds(**given):
         queue = fleet()
         scheduler = RolloutScheduler(plan(counts={"a": 12}, **given), queue, None, seed=1)
@@ -145,7 +145,7 @@ def judged(dispatcher_rng):
 
 @given(st.sets(st.integers(0, 60)), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.booleans(), st.integers(0, 5))
 @settings(max_examples=25)
-def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwanted, ahead, concurrent, seed):
+def test_batch_has_the_first_prompts_that_pass_the_filter(unwanted, ahead, concurrent, seed):
     async def main():
         queue = fleet()
         chosen = plan(
@@ -181,9 +181,7 @@ def test_a_batch_has_the_first_prompts_that_pass_whatever_is_ready_first(unwante
     st.integers(0, 5),
 )
 @settings(max_examples=25)
-def test_what_is_passed_over_by_those_that_are_ready_first_is_in_the_next_batch(
-    unwanted, ahead, concurrent, keep_partials, seed
-):
+def test_prompts_passed_over_are_in_the_next_batch(unwanted, ahead, concurrent, keep_partials, seed):
     async def main():
         queue = fleet()
         chosen = plan(
@@ -219,7 +217,7 @@ def test_what_is_passed_over_by_those_that_are_ready_first_is_in_the_next_batch(
     in_virtual_time(main)
 
 
-def test_a_batch_does_not_wait_for_a_long_answer_unless_it_was_passed_over_before():
+def test_batch_only_waits_for_a_long_response_passed_over_before():
     """One group of six takes a hundred times as long as the others."""
 
     async def main():
@@ -270,7 +268,7 @@ def test_a_resumed_scheduler_still_knows_who_was_passed_over():
     in_virtual_time(main)
 
 
-def test_without_anything_ahead_prompts_are_replaced_round_by_round():
+def test_synchronous_prompts_are_replaced_round_by_round():
     """What runs together must not depend on who is judged first."""
 
     def rounds(seed):
@@ -323,7 +321,7 @@ def test_groups_are_judged_while_others_are_drawn():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_replicas_that_die_while_batches_are_made_change_no_batch(seed):
+def test_replica_deaths_change_no_batch(seed):
     """Whatever dies when: every batch has its prompts in order, every answer its right tokens, and each counts once."""
 
     async def main():
@@ -410,7 +408,7 @@ def test_a_filter_that_nothing_passes_ends_with_what_there_is():
     in_virtual_time(main)
 
 
-def test_a_judge_that_raises_ends_the_batch_with_its_error_and_leaves_nothing_running():
+def test_judge_error_ends_the_batch_and_leaves_nothing_running():
     async def judge(prompt, group):
         if prompt.id == "a2":
             raise ValueError("no such judge")
@@ -426,7 +424,7 @@ def test_a_judge_that_raises_ends_the_batch_with_its_error_and_leaves_nothing_ru
     in_virtual_time(main)
 
 
-def test_what_fails_between_two_batches_ends_the_next_one():
+def test_failure_between_batches_ends_the_next_batch():
     """Nobody waits then; the group would be waited for until the end of time."""
 
     async def judge(prompt, group):
@@ -462,7 +460,7 @@ def test_a_batch_that_is_called_off_leaves_nothing_running():
 
 @pytest.mark.parametrize("concurrent", [True, False])
 @pytest.mark.parametrize("ahead", [0.0, 0.5, 2.0])
-def test_a_resumed_scheduler_goes_on_with_the_prompts_and_groups_that_were_saved(ahead, concurrent):
+def test_resumed_scheduler_continues_with_saved_groups(ahead, concurrent):
     async def main():
         keep = lambda group: int(group.id[1:]) % 4 != 1  # noqa: E731
         wanted = (position for position in range(1000) if position % 4 != 1)
@@ -488,7 +486,7 @@ def test_a_resumed_scheduler_goes_on_with_the_prompts_and_groups_that_were_saved
     in_virtual_time(main)
 
 
-def test_a_checkpoint_has_the_tokens_that_a_weight_update_interrupted_while_generation_goes_on():
+def test_checkpoint_has_partial_tokens_of_a_weight_update():
     async def main():
         queue = fleet()
         scheduler = RolloutScheduler(plan(ahead=2.0, concurrent=True), queue, None, seed=1)
@@ -516,7 +514,7 @@ def test_a_checkpoint_has_the_tokens_that_a_weight_update_interrupted_while_gene
 
 
 @pytest.mark.parametrize("stale", ["drop", "reuse"])
-def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
+def test_too_stale_groups_are_dropped_or_reused_after_resume(stale):
     async def main():
         queue = fleet()
         before = RolloutScheduler(plan(ahead=3.0, concurrent=True), queue, None, seed=1)
@@ -542,7 +540,7 @@ def test_groups_that_a_smaller_bound_makes_too_old_are_dropped_or_reused(stale):
 
 
 @pytest.mark.parametrize("stale", ["drop", "reuse"])
-def test_a_run_that_is_resumed_without_anything_ahead_leaves_no_request_paused(stale):
+def test_synchronous_resume_leaves_no_request_paused(stale):
     """Reward models of a synchronous run wait until the engine has none: see `RequestQueue.drained`."""
 
     async def main():
@@ -567,7 +565,7 @@ def test_a_run_that_is_resumed_without_anything_ahead_leaves_no_request_paused(s
 
 
 @pytest.mark.parametrize("changed", [{"tokens": PROMPT + 1}, {"id": "another"}])
-def test_responses_in_a_checkpoint_are_not_given_to_another_prompt(changed, caplog):
+def test_responses_in_a_checkpoint_stay_with_their_prompt(changed, caplog):
     def other(tag, position):
         found = prompt(tag, position)
         return replace(found, **changed) if position == 7 else found
@@ -606,7 +604,7 @@ async def state_that_keeps(kept, queue):
 
 
 @pytest.mark.parametrize("kept", ["group", "calls"])
-def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept):
+def test_checkpoint_with_other_group_size_is_refused(kept):
     async def main():
         queue = fleet()
         state = await state_that_keeps(kept, queue)
@@ -620,7 +618,7 @@ def test_a_checkpoint_with_other_groups_than_the_config_asks_for_is_refused(kept
 
 
 @pytest.mark.parametrize("kept", ["group", "calls"])
-def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept):
+def test_checkpoint_with_too_long_responses_is_refused(kept):
     async def main():
         queue = fleet()
         state = await state_that_keeps(kept, queue)
@@ -639,7 +637,7 @@ def test_a_checkpoint_with_longer_answers_than_the_config_allows_is_refused(kept
     in_virtual_time(main)
 
 
-def test_draws_depend_on_the_step_in_which_a_group_was_begun_and_not_on_what_else_runs():
+def test_seeds_depend_only_on_the_step_a_group_started():
     seeds = {}
 
     class Recording(RequestQueue):
@@ -668,7 +666,7 @@ def test_the_lengths_of_the_fleet_differ():
 
 
 @pytest.mark.parametrize("judged", [True, False])
-def test_a_filter_that_raises_is_what_the_one_who_waits_for_the_batch_hears(judged):
+def test_filter_error_reaches_the_caller_of_the_batch(judged):
     async def judge(prompt, group):
         return group
 

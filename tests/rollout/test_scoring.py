@@ -70,7 +70,7 @@ def test_only_what_failed_is_judged_again_and_by_another_worker():
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
-def test_what_fails_every_time_is_a_failure_after_so_many_retries(retries):
+def test_repeated_failure_is_reported_after_max_retries(retries):
     workers = Workers(1, lambda rank, request, time: Reward(value=None, failure=f"offline {time}"))
     role = role_of(workers, max_retries=retries)
     assert asyncio.run(role.score(["a"])) == [Reward(value=None, failure=f"offline {retries}")]
@@ -78,7 +78,7 @@ def test_what_fails_every_time_is_a_failure_after_so_many_retries(retries):
     assert role.retries == retries
 
 
-def test_a_worker_that_dies_is_made_anew_and_its_samples_are_judged_elsewhere():
+def test_dead_worker_is_replaced_and_its_samples_move_elsewhere():
     workers = Workers(2, lambda rank, request, time: "dies" if rank == 0 and not workers.replaced else value(rank))
     role = role_of(workers)
 
@@ -96,7 +96,7 @@ def test_a_worker_that_dies_is_made_anew_and_its_samples_are_judged_elsewhere():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_samples_that_wait_for_a_worker_that_dies_are_no_failures(world_size):
+def test_samples_queued_for_a_dead_worker_are_no_failures(world_size):
     """A sample that ends its worker costs those that are with it, not all that wait for it."""
 
     class Slow(Workers):
@@ -125,7 +125,7 @@ def test_samples_that_wait_for_a_worker_that_dies_are_no_failures(world_size):
     assert all(reward.value == number for number, reward in enumerate(found) if number not in failed)
 
 
-def test_nothing_is_judged_while_every_worker_is_made_anew_and_then_it_is():
+def test_scoring_pauses_until_a_worker_is_replaced():
     workers = Workers(2, lambda rank, request, time: "dies" if len(workers.replaced) < 2 else value(7))
     assert asyncio.run(role_of(workers).score(["a"])) == [value(7)]
     assert sorted(workers.replaced) == [0, 1]
@@ -137,7 +137,7 @@ def test_a_death_that_ends_the_run_is_not_a_failure_of_a_sample():
         asyncio.run(role_of(workers).score(["a"]))
 
 
-def test_who_cannot_be_replaced_is_not_asked_again_and_the_last_one_says_why():
+def test_irreplaceable_worker_gets_no_more_calls_and_last_raises():
     async def refuse(rank):
         await asyncio.sleep(0)
         raise WorkerDiedError("rewards.math", rank, "here", "start", "no memory", "")
@@ -154,7 +154,7 @@ def test_judges_count_the_retries_of_all_domains():
     assert scoring.RewardRouter(roles, {}).retries == 5
 
 
-def test_groups_that_wait_for_their_turn_are_not_with_the_worker_yet():
+def test_queued_groups_are_not_sent_to_the_worker_yet():
     """There a deadline counts, which is for judging and not for waiting."""
     most = []
 

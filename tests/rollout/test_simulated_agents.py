@@ -50,7 +50,7 @@ def times(trajectories, speed=SPEED):
     return run(main)
 
 
-def test_a_trajectory_alone_takes_its_prompt_turns_environments_and_observations():
+def test_single_trajectory_takes_its_expected_time():
     ended = times({"a": trajectory([10, 20, 5], [0, 3, 4], [7.0, 2.0, 99.0])})
     assert ended["a"] == pytest.approx(0.05 + 7.0 + 0.03 + 2.0 + 0.04 + 35 * ALONE_S)
 
@@ -85,7 +85,7 @@ def test_whose_environment_works_leaves_its_row_to_others():
     # While the environment works, which has answered by the time it goes on: all of it is computed again.
     (1.0, 10, 50 + (5 + 10 + 3) * 0.01 + 20 * ALONE_S),
 ])  # fmt: skip
-def test_what_is_cut_short_goes_on_in_its_turn(cut_at, drawn, ends_at):
+def test_interrupted_trajectory_resumes_in_its_turn(cut_at, drawn, ends_at):
     async def main():
         loop, ended = asyncio.get_running_loop(), []
         engine = engine_of({"a": trajectory([10, 20], [0, 3], [7.0, 0.0])})
@@ -106,7 +106,7 @@ def test_what_is_cut_short_goes_on_in_its_turn(cut_at, drawn, ends_at):
     assert [*first.token_ids, *rest.token_ids] == list(range(5, 35))
 
 
-def test_an_environment_works_on_while_nobody_draws_its_trajectory():
+def test_environment_advances_while_its_trajectory_is_paused():
     async def main():
         loop, ended = asyncio.get_running_loop(), []
         environments, trajectories = Environments(), {"a": trajectory([10, 20], [0, 3], [7.0, 0.0])}
@@ -124,7 +124,7 @@ def test_an_environment_works_on_while_nobody_draws_its_trajectory():
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
-def test_batches_of_trajectories_are_whole_while_weights_change_and_an_engine_dies(concurrent):
+def test_trajectory_batches_survive_updates_and_an_engine_death(concurrent):
     rng = np.random.default_rng(0)
     drawn = [rng.integers(1, 30, size=rng.integers(1, 9)) for _ in range(64)]
     trajectories = [

@@ -61,7 +61,7 @@ def test_times_of_an_engine_are_those_of_its_formula():
     assert ended["a"][1].outputs[0].token_ids.tolist() == list(range(5, 105))
 
 
-def test_rows_that_find_no_place_wait_and_a_group_computes_its_prompt_once():
+def test_rows_queue_for_capacity_and_groups_share_prefill():
     async def main():
         loop, ended = asyncio.get_running_loop(), []
         engine = SimulatedEngine("0", SPEED, lambda id, index: 10, prompt_tokens=5)
@@ -74,7 +74,7 @@ def test_rows_that_find_no_place_wait_and_a_group_computes_its_prompt_once():
     assert len(completion.outputs) == 6
 
 
-def test_what_is_cut_short_has_the_tokens_of_the_time_it_had():
+def test_aborted_request_has_the_tokens_of_its_elapsed_time():
     async def main():
         ended = {}
         engine = SimulatedEngine("0", SPEED, lambda id, index: 1000, prompt_tokens=5)

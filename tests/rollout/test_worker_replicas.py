@@ -143,7 +143,7 @@ class Delayed(WorkerGroup):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_message_that_is_late_changes_a_response_or_leaves_a_request_in_an_engine(seed):
+def test_late_messages_change_no_response_and_leave_no_request(seed):
     """Requests are cancelled and submitted again under the same id, paused, and lose their replicas."""
 
     async def asked(queue, rng, id):
@@ -203,7 +203,7 @@ def test_no_message_that_is_late_changes_a_response_or_leaves_a_request_in_an_en
     in_virtual_time(main)
 
 
-def test_a_replacement_is_not_killed_for_the_worker_that_it_replaces():
+def test_replacement_is_not_killed_for_its_predecessor():
     """Reading the stacks of a worker that hangs takes seconds, in which it may exit and be replaced."""
 
     class Silent(Delayed):
@@ -225,7 +225,7 @@ def test_a_replacement_is_not_killed_for_the_worker_that_it_replaces():
     in_virtual_time(main)
 
 
-def test_a_worker_that_hangs_is_the_error_if_its_executor_cannot_kill_it():
+def test_hung_worker_is_the_error_if_it_cannot_be_killed():
     class Unkillable(Delayed):
         terminate = WorkerGroup.terminate
 

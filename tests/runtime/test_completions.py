@@ -63,7 +63,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_with_a_completion_is_named_with_what_was_expected(wrong):
+def test_invalid_completion_reports_the_expected_value(wrong):
     completion, says = WRONG[wrong]
     assert says in completion_problem(completion, REQUEST, vocab_size=10)
 
@@ -171,7 +171,7 @@ def worker():
 
 @pytest.mark.parametrize("method", ["result", "progress"])
 @pytest.mark.parametrize("wrong", ["one output too few", "an id outside the vocabulary", "a logprob that is NaN"])
-def test_a_worker_hands_out_no_completion_that_is_wrong_and_names_engine_and_package(worker, method, wrong):
+def test_worker_refuses_invalid_completions_with_engine_name(worker, method, wrong):
     async def main():
         engine = worker(WRONG[wrong][0])
         await engine.submit([REQUEST])
@@ -181,7 +181,7 @@ def test_a_worker_hands_out_no_completion_that_is_wrong_and_names_engine_and_pac
         asyncio.run(main())
 
 
-def test_progress_that_is_no_list_of_completions_is_an_error_and_that_of_unknown_requests_is_dropped(worker):
+def test_invalid_progress_raises_and_unknown_ids_are_ignored(worker):
     async def told(returns):
         engine = worker(returns)
         await engine.submit([REQUEST])
@@ -209,7 +209,7 @@ def test_an_abort_returns_no_completion_because_the_result_does(worker):
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-def test_a_partial_completion_that_nothing_aborted_is_an_error_that_names_engine_and_package(worker, aborts):
+def test_partial_completion_without_abort_is_an_engine_error(worker, aborts):
     part = with_output(finish_reason="abort")
 
     async def main():
@@ -230,7 +230,7 @@ def test_a_partial_completion_that_nothing_aborted_is_an_error_that_names_engine
             asyncio.run(main())
 
 
-def test_an_id_may_be_used_again_as_soon_as_its_request_is_forgotten(worker):
+def test_request_id_may_be_reused_once_forgotten(worker):
     async def main():
         engine = worker(RIGHT)
         never = asyncio.Event()

@@ -73,7 +73,7 @@ def colocated():
     return House(train=([0], TRAINED), infer=([0], ENGINE), reference=([0], WEIGHTS))
 
 
-def test_each_role_starts_with_the_slots_to_itself():
+def test_every_role_starts_alone_on_its_slots():
     assert asyncio.run(colocated().open()) == [
         "train starts",
         "train offloads grads+optimizer+weights",
@@ -83,7 +83,7 @@ def test_each_role_starts_with_the_slots_to_itself():
     ]
 
 
-def test_a_step_of_reinforcement_learning_moves_what_each_phase_does_not_need():
+def test_rl_step_moves_only_states_that_a_phase_does_not_need():
     async def steps():
         house = colocated()
         await house.open()
@@ -162,7 +162,7 @@ def test_weights_shared_with_a_role_that_never_offloads_stay():
         {"train": ([0], ()), "infer": ([0], ())},  # on the same, but nothing can be moved
     ],
 )
-def test_nobody_is_called_where_nobody_has_to_make_room(roles):
+def test_nothing_is_moved_without_shared_slots(roles):
     async def act():
         house = House(**roles)
         started = await house.open()
@@ -173,7 +173,7 @@ def test_nobody_is_called_where_nobody_has_to_make_room(roles):
     assert asyncio.run(act()) == (["train starts", "infer starts"], ["publish", "update"], [])
 
 
-def test_roles_that_share_some_slots_take_turns_and_a_third_on_others_is_left_alone():
+def test_roles_sharing_slots_alternate_without_affecting_others():
     async def act():
         house = House(train=([0, 1], TRAINED), infer=([1, 2], ENGINE), reference=([3], WEIGHTS))
         await house.open()
@@ -193,7 +193,7 @@ def test_roles_that_share_some_slots_take_turns_and_a_third_on_others_is_left_al
     ]
 
 
-def test_turns_of_roles_that_share_slots_exclude_each_other_and_others_run_beside_them():
+def test_turns_exclude_each_other_only_on_shared_slots():
     async def act():
         house = House(train=([0], TRAINED), infer=([0], ENGINE), reference=([1], WEIGHTS))
         await house.open()
@@ -224,7 +224,7 @@ def test_turns_of_roles_that_share_slots_exclude_each_other_and_others_run_besid
     ]
 
 
-def test_a_turn_inside_of_another_sends_nobody_away_whose_turn_that_is():
+def test_nested_turn_does_not_offload_the_outer_roles():
     async def act():
         house = colocated()
         await house.open()
@@ -237,7 +237,7 @@ def test_a_turn_inside_of_another_sends_nobody_away_whose_turn_that_is():
     assert asyncio.run(act()) == ["probe the trainer", "probe the engine"]
 
 
-def test_what_outlives_a_turn_has_no_part_in_it():
+def test_task_that_outlives_a_turn_does_not_share_it():
     async def act():
         house = colocated()
         await house.open()
@@ -307,7 +307,7 @@ def test_moving_is_accounted_for():
     assert asyncio.run(act()) == ["offload", "onload"]
 
 
-def test_a_role_joins_a_lease_that_was_taken_for_it_too_and_waits_for_one_that_was_not():
+def test_role_joins_a_lease_taken_for_it_and_awaits_others():
     """A reward model scores beside the engine on its slots, also in a task that is older than the engine's lease."""
 
     async def act():

@@ -44,7 +44,7 @@ def test_memory_that_was_given_back_counts():
     assert 64 <= grown(between="held = b'x' * MIB * 64; del held") < 80
 
 
-def test_what_was_there_before_does_not_count():
+def test_memory_used_before_does_not_count():
     assert grown(before="before = b'x' * MIB * 64") < 16
 
 
@@ -59,7 +59,7 @@ def test_shared_memory_counts_and_pages_of_files_do_not():
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_peak_of_before_on_a_device_is_forgotten_if_a_device_was_used(monkeypatch, used):
+def test_earlier_device_peak_is_reset_if_a_device_was_used(monkeypatch, used):
     peaks = [5, 7]
 
     class Devices:

@@ -50,7 +50,7 @@ def test_rows_of_equal_form_share_batches_of_at_most_the_limit():
     assert module_batches([], max_rows=2) == []
 
 
-def test_scalars_are_one_value_per_row_and_other_names_another_batch():
+def test_scalars_batch_per_row_and_other_names_batch_apart():
     rows = [ModuleRow(id="a", arrays={"t": np.float32(1)}), ModuleRow(id="b", arrays={"u": np.float32(2)})]
     check_rows(rows)
     (_, first), (_, second) = module_batches(rows, max_rows=8)
@@ -93,7 +93,7 @@ def worker(training: TrainingSpec | None = None, **model) -> TrainWorker:
     return made
 
 
-def test_a_worker_returns_the_outputs_of_ragged_rows_in_their_order():
+def test_worker_returns_outputs_of_ragged_rows_in_order():
     rows = [each for pair in zip(flow_rows(3), shorter_rows(3), strict=True) for each in pair]
     found = worker().run_program(rows, shapes)
     assert [each["size"].item() for each in found] == [6, 5, 6, 5, 6, 5]
@@ -159,7 +159,7 @@ def test_the_package_of_a_program_is_named():
         worker().run_program(flow_rows(), FlowMatching())
 
 
-def test_a_loss_with_a_non_finite_input_names_the_row_and_the_input():
+def test_non_finite_loss_input_names_its_row():
     rows = flow_rows()
     rows[3].arrays["noise"][0] = np.nan
     with raises_error(NonFiniteError, rows[3].id, "noise") as caught:
@@ -194,7 +194,7 @@ def test_an_average_within_an_average_changes_nothing():
     assert not found["live"]
 
 
-def test_times_keep_their_precision_and_other_inputs_have_the_compute_dtype():
+def test_times_keep_their_precision_and_inputs_get_compute_dtype():
     seen = {}
 
     def forward(x, sigma, *, more):
@@ -271,7 +271,7 @@ def test_outputs_come_back_in_the_order_of_the_rows():
     assert asyncio.run(flow_role(group).run_program([], Euler())) == []
 
 
-def test_an_update_has_the_steps_of_the_config_and_counts_versions():
+def test_update_has_the_configured_steps_and_counts_versions():
     group = FakeGroup([DataRank(index=0, size=2), DataRank(index=1, size=2)])
     role = flow_role(group, per_device=2, accumulation=1)
     rows = [row(i, 2) for i in range(8)]
@@ -342,7 +342,7 @@ def velocities(module, batch):
     return {"v": module(x, torch.zeros(len(x)), cond=batch.tensors["cond"])}
 
 
-def test_all_linear_means_the_linear_layers_of_the_blocks():
+def test_target_all_linear_selects_the_linear_layers_of_blocks():
     trained = worker(TRAINING, lora=replace(ADAPTERS, export="merged")).strategy.adapters.trained()
     layers = {name.partition(".lora_")[0] for name in trained}
     assert layers == {f"blocks.{at}.{name}" for at in (0, 1) for name in ("up", "down")}

@@ -48,7 +48,7 @@ def test_invalid_requests_are_refused(asked, facts):
         check(asked)
 
 
-def test_what_fits_exactly_is_not_refused():
+def test_request_at_the_limits_is_accepted():
     check(request(max_new_tokens=5, top_p=1.0, min_p=1.0, temperature=0.0, stop_token_ids=(39,)))
     check(request(max_new_tokens=0, prompt_topk=40))
 
@@ -63,7 +63,7 @@ def test_what_fits_exactly_is_not_refused():
         ({}, False, None),
     ],
 )
-def test_stop_strings_are_checked_unless_ignore_eos_disables_them(params, has_tokenizer, error):
+def test_stop_strings_are_checked_unless_ignore_eos_is_set(params, has_tokenizer, error):
     asked = request(**params)
     if error is None:
         check(asked, has_tokenizer=has_tokenizer)

@@ -92,7 +92,7 @@ def test_even_chunks_keep_the_order_and_differ_by_one_at_most(count, size):
     assert len(chunks) == -(-count // size)
 
 
-def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_them():
+def test_scores_keep_the_order_of_sequences_across_ranks():
     group = FakeTrainGroup([DataRank(index=i, size=3) for i in range(3)])
     sequences = [sequence(i, 2 + (7 * i) % 5) for i in range(11)]
     found = asyncio.run(train_role(group, 4).score(sequences, WantedOutputs(logprobs=True)))
@@ -109,7 +109,7 @@ def test_scores_come_back_in_the_order_of_the_sequences_whatever_rank_computed_t
     assert [row.tolist() for row in found.topk_ids] == [[[i + 1, i + 2]] * len(s) for i, s in enumerate(sequences)]
 
 
-def test_ranks_of_one_replica_get_the_same_data_and_only_the_leader_counts():
+def test_ranks_of_a_replica_get_equal_data_and_the_leader_counts():
     ranks = [DataRank(index=0, size=1, leader=True), DataRank(index=0, size=1, leader=False)]
     group = FakeTrainGroup(ranks)
     result = asyncio.run(train_role(group, 4).update([sequence(i, 3) for i in range(4)], sft_objective()))
@@ -117,7 +117,7 @@ def test_ranks_of_one_replica_get_the_same_data_and_only_the_leader_counts():
     assert result.metrics["loss"] == 4.0
 
 
-def test_an_update_takes_as_many_steps_as_the_product_says_and_counts_tokens_once_per_epoch():
+def test_update_counts_steps_and_tokens_per_epoch():
     group = FakeTrainGroup([DataRank(index=0, size=2), DataRank(index=1, size=2)])
     role = train_role(group, per_device=2, accumulation=3)
     assert role.sequences_per_step == 12
@@ -145,7 +145,7 @@ def groups_of_two(count: int) -> list[TrainSequence]:
     return [replace(sequence(i, 3), group=i // 2) for i in range(2 * count)]
 
 
-def test_optimizer_steps_go_through_the_groups_in_a_seeded_order_that_each_epoch_has_of_its_own():
+def test_optimizer_steps_shuffle_groups_by_seed_and_epoch():
     sequences = groups_of_two(8)
     steps = steps_of(sequences, epochs=2, shuffle_seed=7)
     assert steps == steps_of(sequences, epochs=2, shuffle_seed=7)
@@ -162,7 +162,7 @@ def test_optimizer_steps_go_through_the_groups_in_a_seeded_order_that_each_epoch
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_all_rows_of_a_rollout_and_all_sequences_of_a_unit_are_in_one_step_and_count_once(seed):
+def test_rows_of_a_rollout_and_units_stay_in_one_step(seed):
     rows = [
         replace(sequence(i, 3), rollout=rollout, group=rollout // 2) for i, rollout in enumerate((0, 0, 1, 2, 3, 3, 3))
     ]
@@ -179,14 +179,14 @@ def test_a_batch_above_the_steps_of_an_epoch_has_larger_steps():
     assert steps_of(sequences, max_steps=4) == steps_of(sequences)
 
 
-def test_without_a_seed_steps_follow_the_order_and_one_step_is_the_same_with_any():
+def test_unseeded_steps_keep_order_and_one_step_needs_no_seed():
     sequences = groups_of_two(4)
     assert steps_of(sequences) == [[str(i) for i in range(4)], [str(i) for i in range(4, 8)]]
     assert steps_of(sequences, per_device=8, shuffle_seed=3) == [[str(i) for i in range(8)]]
     assert steps_of([], shuffle_seed=3) == []
 
 
-def test_a_step_at_the_start_of_a_warm_up_is_no_new_version_but_a_learning_rate_of_zero_is():
+def test_warm_up_start_is_no_new_version_but_zero_lr_is():
     warming = FakeTrainGroup([DataRank()], learning_rates=[0.0, 0.1])
     role = train_role(warming, 1)
     asyncio.run(role.update([sequence(0, 3), sequence(1, 3)], sft_objective()))
@@ -200,7 +200,7 @@ def test_a_step_at_the_start_of_a_warm_up_is_no_new_version_but_a_learning_rate_
     assert stuck.weight_version == 1  # so that publishing finds out that nothing changed
 
 
-def test_a_step_without_gradient_is_a_version_that_may_equal_the_one_before():
+def test_step_without_gradient_may_repeat_the_version_before():
     outcomes = [{}, {"grad_norm": 0.0}, {"skipped": True, "grad_norm": math.inf}, {"grad_norm": 0.0}, {}]
     role = train_role(FakeTrainGroup([DataRank()], outcomes=outcomes), 1)
     seen = []
@@ -267,7 +267,7 @@ def test_completions_are_returned_in_request_order():
     assert [completion.id for completion in found] == ["0", "1", "2"]
 
 
-def test_a_replica_that_died_twice_before_it_had_weights_takes_part_once():
+def test_replica_that_died_twice_before_loading_joins_once():
     class Mortal(FakeInferGroup):
         lost = frozenset({1})
 
@@ -319,7 +319,7 @@ def test_the_failure_of_one_request_is_raised_as_it_is():
     assert sorted(group.forgotten) == ["0", "2"]  # nobody waits for the others any more
 
 
-def test_a_step_that_lowered_the_scale_of_the_loss_is_counted_and_trips_no_guard():
+def test_lowered_loss_scale_is_counted_and_trips_no_guard():
     group = FakeTrainGroup([DataRank(index=0, size=1)])
     group.outcomes = [{"skipped": True, "overflow": True}, {}, {"skipped": True}]
     role = train_role(group, per_device=1)
@@ -330,7 +330,7 @@ def test_a_step_that_lowered_the_scale_of_the_loss_is_counted_and_trips_no_guard
     assert role.weight_version == before + 1
 
 
-def test_a_rank_whose_files_are_on_its_own_disk_fails_the_checkpoint(tmp_path):
+def test_rank_with_files_on_its_own_disk_fails_the_checkpoint(tmp_path):
     class Apart(FakeTrainGroup):
         """The hosts of other ranks than `sees` have another disk at the same path."""
 

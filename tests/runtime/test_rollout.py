@@ -91,7 +91,7 @@ def seeds(found, **given):
     return [request.params.seed for request in run(found, **given)[1]]
 
 
-def test_groups_are_in_prompt_order_and_samples_in_order_of_their_index():
+def test_groups_are_in_prompt_order_and_samples_in_index_order():
     groups, _ = run(prompts(4), RewardRouter({"only": LengthJudge()}, {}))
     assert [group.id for group in groups] == ["0/0", "1/0", "2/0", "3/0"]
     assert [[sample.id for sample in group.samples] for group in groups[:1]] == [["0/0/0", "0/0/1"]]
@@ -99,7 +99,7 @@ def test_groups_are_in_prompt_order_and_samples_in_order_of_their_index():
     assert all(sample.loss_mask.all() for group in groups for sample in group.samples)
 
 
-def test_every_request_has_a_seed_that_depends_on_run_step_and_prompt_only():
+def test_seeds_depend_on_run_step_and_prompt_only():
     first = seeds(prompts(3))
     assert len(set(first)) == 3
     assert seeds(prompts(3)[::-1]) == first[::-1]
@@ -118,7 +118,7 @@ def test_stable_seed_is_the_same_on_every_machine():
     assert stable_seed(1, 11) != stable_seed(11, 1)
 
 
-def test_a_tag_chooses_its_judge_and_an_unknown_tag_is_an_error_that_names_those_known():
+def test_tag_selects_its_judge_and_unknown_tag_lists_known_ones():
     router = RewardRouter({"math": "m", "code": "c"}, {"code": ["python"]})
     assert router.role_of("math") == "m"
     assert router.role_of("python") == "c"
@@ -221,7 +221,7 @@ def test_a_failure_is_never_a_value():
         ("a part that is NaN", False),
     ],
 )
-def test_what_is_no_reward_is_a_failure_of_its_sample_alone(text, names_package):
+def test_invalid_reward_fails_only_its_sample(text, names_package):
     before, failure, after = judge("1", text, "2")
     assert (before.value, failure.value, after.value) == (1.0, None, 2.0)
     assert failure.failure

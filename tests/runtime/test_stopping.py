@@ -56,7 +56,7 @@ def heard_sighup():
 @pytest.mark.parametrize(
     "numbers", [[signal.SIGHUP], [signal.SIGHUP, signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM]], ids=str
 )
-def test_sighup_waits_for_what_is_in_progress_however_often_it_arrives(numbers, heard_sighup):
+def test_sighup_waits_for_work_in_progress_however_often_sent(numbers, heard_sighup):
     stop = StopSignals(60.0)
 
     async def main() -> None:
@@ -97,7 +97,7 @@ def test_an_ignored_sighup_stays_ignored():
         (0.0, [signal.SIGTERM], ("preemption_timeout", "0")),
     ],
 )
-def test_what_ends_at_once_says_why_and_lets_the_run_clean_up(grace_s, numbers, facts):
+def test_immediate_stop_gives_its_reason_and_runs_cleanup(grace_s, numbers, facts):
     stop = StopSignals(grace_s)
     closed = []
 
@@ -119,7 +119,7 @@ def test_what_ends_at_once_says_why_and_lets_the_run_clean_up(grace_s, numbers, 
     assert time.monotonic() - started < 10
 
 
-def test_what_need_not_be_done_is_given_up():
+def test_optional_work_is_cancelled():
     stop = StopSignals(60.0)
     undone = []
 

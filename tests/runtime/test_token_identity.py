@@ -17,7 +17,7 @@ from roll_core.spec.rollout import Prompt
 from roll_core.types import Completion, CompletionOutput
 
 
-def test_the_trained_ids_are_the_drawn_ids_and_not_those_of_the_text(tmp_path):
+def test_trained_ids_are_the_sampled_ids_not_the_retokenised(tmp_path):
     texts = ["the cat sat on the mat, the end"] * 50
     tokenizer = make_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), texts, tmp_path)
     # A model may draw "the" letter by letter, though the tokenizer would write it as one token.
@@ -61,7 +61,7 @@ def test_tokens_that_cannot_have_been_drawn_are_named():
 
 
 @pytest.mark.parametrize("padded", [151_936, None])
-def test_the_vocabulary_is_that_of_the_models_embedding_where_it_can_be_read(tmp_path, padded):
+def test_vocabulary_is_that_of_the_model_embedding_if_readable(tmp_path, padded):
     keys = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     if padded:
         (tmp_path / "config.json").write_text(json.dumps(keys | {"vocab_size": padded}), encoding="utf-8")
