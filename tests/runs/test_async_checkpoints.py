@@ -65,7 +65,7 @@ def names(run_dir):
     return sorted(path.name for path in run_dir.checkpoints.iterdir())
 
 
-def test_steps_go_on_while_a_checkpoint_is_written_and_nothing_of_them_gets_into_it(local_runs, writer):
+def test_steps_continue_during_a_checkpoint_without_changing_it(local_runs, writer):
     """The writer of step 2 waits for step 4; the files are those of a run that waits for its checkpoints."""
     at_once = local_runs.ok(local_runs.sft(save_steps=2, exp_name="at_once"))
     late, seen = threading.Event(), []
@@ -88,14 +88,14 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_nothing_of_them_gets_into
             assert (one / file).read_bytes() == (other / file).read_bytes()
 
 
-def test_a_run_goes_on_from_a_checkpoint_that_was_written_meanwhile(runs):
+def test_run_resumes_from_an_async_checkpoint(runs):
     straight = runs.ok(runs.sft(save_steps=2, exp_name="straight"), ASYNC)
     checkpoint = straight.run_dir.checkpoints / "step-2"
     resumed = runs.ok(runs.sft(resume_from_checkpoint=str(checkpoint)), ASYNC)
     assert runs.timeless(resumed) == runs.timeless(straight)
 
 
-def test_what_the_writer_raises_ends_the_run_at_the_next_step_and_earlier_checkpoints_stay(local_runs, writer):
+def test_writer_error_ends_the_next_step_and_keeps_checkpoints(local_runs, writer):
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -121,7 +121,7 @@ def test_an_error_of_the_writer_names_role_and_rank(local_runs, writer):
     assert names(result.run_dir) == []
 
 
-def test_a_step_that_fails_leaves_the_checkpoint_before_it_complete(local_runs, writer):
+def test_failed_step_leaves_the_previous_checkpoint_complete(local_runs, writer):
     failing = threading.Event()
 
     def fails() -> None:
@@ -151,7 +151,7 @@ def test_sigterm_waits_for_the_checkpoint_that_is_being_written(local_runs, writ
     assert CheckpointDirectory(result.run_dir.checkpoints).latest_good().step == 3
 
 
-def test_ctrl_c_does_not_wait_for_a_writer_and_leaves_what_was_complete(local_runs, writer):
+def test_ctrl_c_does_not_wait_for_the_writer(local_runs, writer):
     forever = threading.Event()
     try:
         writer.before[2] = until(forever)

@@ -72,7 +72,7 @@ def upload_all(folder, checkpoints):
         RemoteFolder(folder, {}).put_checkpoint(checkpoint.path, threading.Event())
 
 
-def test_a_run_whose_disk_is_gone_resumes_from_the_copy_as_if_it_had_gone_on(local_runs, url):
+def test_run_that_lost_its_disk_resumes_from_the_store(local_runs, url):
     runs = local_runs
     config = runs.sft(max_steps=4, save_steps=2, checkpoint_store=url)
     config["sft_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
@@ -131,7 +131,7 @@ def upload_in_turn(url, run, num_steps, *, required=True):
     return found, metrics
 
 
-def test_a_removal_that_was_cut_short_costs_no_other_copy_and_is_made_up(tmp_path, url, monkeypatch):
+def test_interrupted_removal_is_retried_and_keeps_other_copies(tmp_path, url, monkeypatch):
     monkeypatch.setattr("roll_core.runtime.run.checkpoint_store.RETRY_S", (0.0, 0.0))
     remove, failing = MemoryFileSystem.rm, [OSError("slow down")]
 
@@ -145,7 +145,7 @@ def test_a_removal_that_was_cut_short_costs_no_other_copy_and_is_made_up(tmp_pat
     assert not any("step-1/" in name or "step-2/" in name for name in MemoryFileSystem.store)
 
 
-def test_a_required_store_in_which_nothing_can_be_removed_gets_each_checkpoint_once(tmp_path, url, monkeypatch):
+def test_store_without_removal_gets_every_checkpoint_once(tmp_path, url, monkeypatch):
     monkeypatch.setattr("roll_core.runtime.run.checkpoint_store.RETRY_S", (0.0, 0.0))
     put, written = MemoryFileSystem.put_file, []
 
@@ -197,7 +197,7 @@ def test_a_local_checkpoint_stays_until_it_is_uploaded(tmp_path, url):
 
 
 @pytest.mark.parametrize("cut", ["no manifest", "half a manifest"])
-def test_an_upload_that_was_killed_half_way_is_never_taken_for_complete(tmp_path, url, cut):
+def test_killed_upload_never_counts_as_complete(tmp_path, url, cut):
     older, newer = (saved(CheckpointDirectory(tmp_path / "a"), step) for step in (1, 2))
     upload_all(url, [older, newer])
     files = fsspec.filesystem("memory")
@@ -210,7 +210,7 @@ def test_an_upload_that_was_killed_half_way_is_never_taken_for_complete(tmp_path
     assert fetch_newest(RemoteFolder(url, {}), tmp_path / "b").step == 1
 
 
-def test_a_copy_with_a_flipped_bit_is_skipped_or_an_error_if_it_is_the_only_one(tmp_path, url):
+def test_copy_with_a_flipped_bit_is_skipped_or_an_error(tmp_path, url):
     older, newer = (saved(CheckpointDirectory(tmp_path / "a"), step) for step in (1, 2))
     upload_all(url, [older, newer])
     files = fsspec.filesystem("memory")
@@ -226,7 +226,7 @@ def test_a_copy_with_a_flipped_bit_is_skipped_or_an_error_if_it_is_the_only_one(
                 fetch_newest(RemoteFolder(url, {}), tmp_path / f"b{step}")
 
 
-def test_a_damaged_copy_leaves_nothing_of_its_run_beside_the_one_before(tmp_path, url):
+def test_damaged_copy_leaves_no_files_beside_the_previous_one(tmp_path, url):
     written = {"001": ["metrics.jsonl", "trackers/wandb.txt"], "002": ["images.jsonl", "trackers/wandb.txt"]}
     for step, (name, files) in enumerate(written.items(), start=1):
         run = tmp_path / name
@@ -244,7 +244,7 @@ def test_a_damaged_copy_leaves_nothing_of_its_run_beside_the_one_before(tmp_path
     assert (into / "trackers" / "wandb.txt").read_text(encoding="utf-8") == "001"
 
 
-def test_the_last_step_of_the_newest_run_is_the_newest_copy_although_the_clock_was_set_back(tmp_path, url, monkeypatch):
+def test_newest_copy_is_the_last_step_despite_the_clock(tmp_path, url, monkeypatch):
     written = []
     for run, step, now in (("001", 5, 1000.0), ("002", 10, 5000.0), ("002", 20, 3000.0), ("003", 1, 2000.0)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
@@ -257,7 +257,7 @@ def test_the_last_step_of_the_newest_run_is_the_newest_copy_although_the_clock_w
     assert fetch_newest(store, tmp_path / "b", after=read_manifest(written[2].path).created) is None
 
 
-def test_a_copy_that_another_run_removes_meanwhile_is_passed_over(tmp_path, url, monkeypatch):
+def test_copy_removed_by_another_run_is_skipped(tmp_path, url, monkeypatch):
     upload_all(url, [saved(CheckpointDirectory(tmp_path / "a"), step) for step in (1, 2)])
     find = MemoryFileSystem.find
 
@@ -285,7 +285,7 @@ def test_a_full_store_ends_the_run_if_it_is_required(local_runs, url, full):
     assert CheckpointDirectory(result.run_dir.checkpoints).list()[0].step == 2
 
 
-def test_a_required_store_that_cannot_be_written_ends_the_run_before_its_first_step(local_runs, url, full):
+def test_unwritable_required_store_ends_the_run_before_step_one(local_runs, url, full):
     full("config.yaml")
     result = local_runs.run(local_runs.sft(checkpoint_store={"url": url, "required": True}))
     assert isinstance(result.error, CheckpointError)
@@ -312,7 +312,7 @@ def test_failures_are_counted(tmp_path, url, full):
     assert local.pinned == set()
 
 
-def test_sigterm_waits_for_the_copy_and_a_killed_process_leaves_a_store_to_resume_from(local_runs):
+def test_sigterm_waits_for_the_copy_and_a_killed_run_can_resume(local_runs):
     runs = local_runs
     store = f"file://{runs.folder}/store"
     config = runs.sft(max_steps=10_000, save_steps=1, max_ckpt_to_keep=2, checkpoint_store=store)

@@ -64,7 +64,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_full_disk_ends_a_run_with_one_error_and_a_closed_record(local_runs, monkeypatch, capfd, name):
+def test_full_disk_ends_a_run_with_one_error_and_closed_record(local_runs, monkeypatch, capfd, name):
     config = local_runs.sft(max_steps=2, eval_steps=1, track_with=["tensorboard"])
     FAULTS[name](monkeypatch)
     result = local_runs.run(config)
@@ -92,7 +92,7 @@ def test_lines_that_cannot_be_copied_leave_no_file_behind(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json"])
-def test_a_disk_that_is_full_from_the_start_is_an_error_that_names_the_file(local_runs, monkeypatch, name):
+def test_disk_full_at_the_start_is_an_error_that_names_the_file(local_runs, monkeypatch, name):
     full_for(name, monkeypatch)
     with raises_error(RunFileError, name):
         local_runs.run(local_runs.sft())

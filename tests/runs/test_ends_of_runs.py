@@ -124,7 +124,7 @@ def test_a_second_ctrl_c_while_a_run_ends_changes_nothing(local_runs, executor, 
     assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
-def test_sigterm_saves_the_step_in_progress_and_the_resumed_run_equals_the_uninterrupted_one(runs):
+def test_sigterm_saves_the_step_and_the_resumed_run_is_equal(runs):
     steady = runs.rlvr(eval_steps=2, validation={"data_args": {"file_name": str(runs.folder / "val.jsonl")}})
     steady["actor_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
     process = start(runs, steady | {"max_steps": 10_000})
@@ -177,7 +177,7 @@ def test_an_export_that_was_cut_short_is_removed(local_runs, monkeypatch, end):
     assert not result.run_dir.export.exists()
 
 
-def test_a_run_without_checkpoints_resumes_from_what_it_resumed_from(local_runs):
+def test_run_without_checkpoints_resumes_from_its_source(local_runs):
     """`resume_from_checkpoint=true` would not find it: it is in another experiment, or in a store."""
     path = local_runs.folder / "run.yaml"
     path.write_text(yaml.safe_dump(local_runs.sft(), sort_keys=False), encoding="utf-8")
@@ -196,7 +196,7 @@ def test_a_run_without_checkpoints_resumes_from_what_it_resumed_from(local_runs)
 
 
 @pytest.mark.parametrize("step", [2, 4], ids=["middle", "last"])
-def test_an_evaluation_that_sigterm_cut_short_is_made_up_by_the_resumed_run(local_runs, monkeypatch, step):
+def test_evaluation_interrupted_by_sigterm_runs_after_resuming(local_runs, monkeypatch, step):
     runs, evaluate = local_runs, RLVRPipeline.evaluate
     config = runs.rlvr(
         max_steps=4, eval_steps=2, validation={"data_args": {"file_name": str(runs.folder / "val.jsonl")}}
@@ -223,7 +223,7 @@ def test_an_evaluation_that_sigterm_cut_short_is_made_up_by_the_resumed_run(loca
 
 
 @pytest.mark.parametrize("spec", [True, "auto"])
-def test_what_follows_the_last_checkpoint_is_done_by_the_next_run(local_runs, monkeypatch, spec):
+def test_work_after_the_last_checkpoint_is_done_by_the_next_run(local_runs, monkeypatch, spec):
     runs = local_runs
     held_out = {"data_args": {"file_name": str(runs.folder / "val.jsonl")}}
     config = runs.sft(max_steps=4, save_steps=2, eval_steps=2, validation=held_out)
@@ -254,7 +254,7 @@ def test_what_follows_the_last_checkpoint_is_done_by_the_next_run(local_runs, mo
     assert str(second.run_dir.path) in str(third.error)
 
 
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(local_runs):
+def test_run_killed_while_saving_resumes_from_the_previous_save(local_runs):
     runs = local_runs
     config = runs.sft(save_steps=1, max_ckpt_to_keep=2)
     config["sft_train"]["training_args"] |= {"lr_scheduler_type": "constant"}
@@ -331,7 +331,7 @@ def test_a_killed_worker_ends_the_run_with_its_name(ray_runs, monkeypatch):
     assert record["guards"]["counts"] == {"dead_worker": 1}
 
 
-def test_a_worker_that_cannot_say_what_it_took_does_not_spoil_a_run_that_is_done(local_runs, monkeypatch):
+def test_memory_report_error_does_not_fail_a_finished_run(local_runs, monkeypatch):
     from roll_core.runtime.workers.train import TrainWorker
 
     def memory_use(worker):
@@ -345,7 +345,7 @@ def test_a_worker_that_cannot_say_what_it_took_does_not_spoil_a_run_that_is_done
 
 
 @pytest.mark.parametrize(("ignored", "code"), [(False, 75), (True, 0)], ids=["closed", "nohup"])
-def test_a_run_whose_terminal_closes_saves_its_step_unless_it_ignores_sighup(local_runs, ignored, code):
+def test_closed_terminal_saves_the_step_unless_sighup_is_ignored(local_runs, ignored, code):
     path = local_runs.folder / "run.yaml"
     steps = 12 if ignored else 10_000
     path.write_text(yaml.safe_dump(local_runs.rlvr(max_steps=steps, save_steps=0)), encoding="utf-8")

@@ -22,7 +22,7 @@ def python(tmp_path: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def test_roles_of_other_environments_give_the_numbers_of_this_one(ray_runs, python, tmp_path):
+def test_roles_in_other_environments_compute_equal_numbers(ray_runs, python, tmp_path):
     runs = ray_runs
     config = runs.rlvr(executor="auto", max_steps=2, model_update_dir=str(tmp_path / "weights"))
     for role in (config["actor_train"], config["actor_infer"], *config["rewards"].values()):
@@ -44,7 +44,7 @@ def test_roles_of_other_environments_give_the_numbers_of_this_one(ray_runs, pyth
             assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name
 
 
-def test_one_process_has_one_environment(runs, python):
+def test_local_executor_refuses_a_second_environment(runs, python):
     config = runs.rlvr(executor="local")
     config["actor_infer"]["environment"] = str(python)
     with raises_error(ConfigError, "actor_infer"):

@@ -40,7 +40,7 @@ def with_engine(config, fault):
 
 
 @pytest.mark.parametrize("fault", ["few", "list", "nan"])
-def test_a_completion_that_is_invalid_ends_the_run_and_names_role_engine_and_package(faulty, local_runs, fault):
+def test_invalid_completion_names_role_engine_and_package(faulty, local_runs, fault):
     result = local_runs.run(with_engine(faulty(local_runs), fault))
     assert isinstance(result.error, InvalidCompletionError)
     assert "actor_infer rank 0 on " in str(result.error)
@@ -59,7 +59,7 @@ def with_reward(config, fault, folder, **given):
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_plugins_reward_that_hangs_costs_one_sample_at_most_and_the_run_goes_on(faulty_reward, local_runs, retries):
+def test_hanging_plugin_reward_costs_at_most_one_sample(faulty_reward, local_runs, retries):
     config = with_reward(faulty_reward(local_runs), "hang", local_runs.folder, timeout_s=4.0, max_retries=retries)
     result = local_runs.ok(config)
     assert (local_runs.folder / "hung").exists()
@@ -69,9 +69,7 @@ def test_a_plugins_reward_that_hangs_costs_one_sample_at_most_and_the_run_goes_o
     assert lines[0].get("reward/retries", 0) == retries
 
 
-def test_a_reward_that_deletes_the_working_directory_does_not_disturb_the_end_of_a_run(
-    local_runs, tmp_path_factory, monkeypatch
-):
+def test_reward_that_deletes_the_directory_does_not_stop_the_end(local_runs, tmp_path_factory, monkeypatch):
     here = tmp_path_factory.mktemp("here")
     (here / "deleting_rewards.py").write_text(
         "import os, shutil\n\ndef score(prompt, response):\n    shutil.rmtree(HERE, True)\n"
@@ -90,9 +88,7 @@ def test_a_reward_that_deletes_the_working_directory_does_not_disturb_the_end_of
 SECRET = "sk-0123456789abcdefghij"
 
 
-def test_secrets_in_a_rewards_failures_and_details_are_in_no_file_and_not_on_the_screen(
-    local_runs, monkeypatch, tmp_path
-):
+def test_secrets_in_reward_failures_are_never_written_or_printed(local_runs, monkeypatch, tmp_path):
     monkeypatch.setenv("JUDGE_API_KEY", "word-known-by-its-key-only")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "leaking_rewards.py").write_text(
@@ -140,9 +136,7 @@ RAISING = {
 
 
 @pytest.mark.parametrize("part", RAISING)
-def test_an_exception_of_a_plugins_code_names_part_and_package_and_its_traceback_is_in_the_log(
-    faulty, local_runs, part
-):
+def test_plugin_exception_names_part_and_package_and_is_logged(faulty, local_runs, part):
     result = local_runs.run(RAISING[part](faulty(local_runs)))
     assert result.error is not None
     advice = json.loads((result.run_dir.path / "run.json").read_text(encoding="utf-8"))["error"]["advice"]
@@ -161,14 +155,14 @@ def test_a_reward_that_cannot_start_names_itself_and_its_package(faulty_reward, 
     assert 'raise KeyError("boom")' in result.run_dir.log.read_text(encoding="utf-8")
 
 
-def test_a_pipeline_that_forgets_its_reward_roles_is_refused_by_name(faulty, local_runs):
+def test_pipeline_without_its_reward_roles_is_refused_by_name(faulty, local_runs):
     result = local_runs.run(faulty(local_runs) | {"pipeline": "forgetful_pipeline"})
     assert isinstance(result.error, PluginError)
     assert "pipeline 'forgetful_pipeline' of roll-faulty 1: " in str(result.error)
     assert "rewards.digits" in str(result.error)
 
 
-def test_an_evaluation_that_logs_its_metrics_and_returns_none_is_complete(faulty, local_runs):
+def test_evaluation_that_logs_and_returns_none_is_complete(faulty, local_runs):
     result = local_runs.ok(faulty(local_runs, max_steps=2, eval_steps=1) | {"pipeline": "logging_pipeline"})
     assert [line["val/odd"] for line in local_runs.metrics(result)] == [1.0, 2.0, 3.0]
     assert (result.run_dir.export / "config.json").is_file()

@@ -50,7 +50,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(local_runs, monkeypat
     assert counts(result) == {"weight_manifest": 1}
 
 
-def test_what_an_engine_holds_may_differ_if_the_guard_says_so(local_runs, monkeypatch):
+def test_engine_weights_may_differ_if_the_guard_only_warns(local_runs, monkeypatch):
     update = HFInferStrategy.update_weights
 
     async def stale(self, version, manifest, tensors, *, shared=False):
@@ -61,7 +61,7 @@ def test_what_an_engine_holds_may_differ_if_the_guard_says_so(local_runs, monkey
     assert counts(result)["weight_manifest"] >= 3
 
 
-def test_a_publish_that_broke_off_ends_the_run_whatever_the_guard_says(local_runs, monkeypatch):
+def test_interrupted_publish_ends_the_run_despite_the_guard(local_runs, monkeypatch):
     update = HFInferStrategy.update_weights
 
     async def breaks_off(self, version, manifest, tensors, *, shared=False):
@@ -96,9 +96,7 @@ def test_a_probe_on_which_the_sides_disagree_ends_the_run(local_runs, monkeypatc
 
 
 @pytest.mark.parametrize("prompt_logprobs", [True, False])
-def test_an_engine_that_confirms_weights_that_it_never_loads_is_found_at_the_second_publish(
-    local_runs, monkeypatch, prompt_logprobs
-):
+def test_engine_that_loads_no_weights_fails_the_second_publish(local_runs, monkeypatch, prompt_logprobs):
     async def copies_the_manifest(self, version, manifest, tensors, *, shared=False):
         self._core.version = version
         return WeightReceipt(version=version, digests={entry.name: entry.digest for entry in manifest.tensors})
@@ -136,7 +134,7 @@ def keep_multiplying_with_these_weights(runner):
     runner.refresh = refresh_from_copies
 
 
-def test_a_replica_that_multiplies_with_an_older_packed_copy_is_found_and_named(local_runs, monkeypatch):
+def test_replica_with_a_stale_packed_copy_is_found_and_named(local_runs, monkeypatch):
     """Its digests are right: they are of the weights that it was sent, and not of what it made of them."""
     config = local_runs.rlvr(max_steps=2)
     config["actor_infer"] |= {"device_mapping": [0, 1]}

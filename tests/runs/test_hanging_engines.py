@@ -37,7 +37,7 @@ def recorded(result):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_once(hanging, ray_runs, replicas):
+def test_hung_replica_is_replaced_and_every_output_counts_once(hanging, ray_runs, replicas):
     last = replicas - 1
     config = hanging(ray_runs, "engine", last, num_gpus_per_node=3, replica_timeout=25.0, record_rollouts=True)
     config["actor_infer"]["device_mapping"] = [1, 2][:replicas]
@@ -58,7 +58,7 @@ def test_a_replica_that_hangs_is_given_up_and_replaced_and_everything_counts_onc
     assert re.search(rf"actor_infer rank {last}: .*\(pid \d+\)", log)
 
 
-def test_a_run_whose_only_engine_hangs_ends_and_says_who_how_long_and_by_which_key(hanging, local_runs):
+def test_run_whose_only_engine_hangs_fails_with_role_and_key(hanging, local_runs):
     others = set(threading.enumerate())
     result = local_runs.run(hanging(local_runs, "engine", 0, replica_timeout=4.0))
     assert isinstance(result.error, WorkerHungError)
@@ -70,7 +70,7 @@ def test_a_run_whose_only_engine_hangs_ends_and_says_who_how_long_and_by_which_k
     (local_runs.folder / "hung").unlink()
 
 
-def test_a_replica_that_hangs_while_weights_are_published_is_replaced_then(hanging, ray_runs):
+def test_replica_that_hangs_during_a_publish_is_replaced(hanging, ray_runs):
     """Ahead of training a publish may meet a replica that hangs before its silence is noticed."""
     config = hanging(
         ray_runs, "process", 1, num_gpus_per_node=3, async_generation_ratio=1.0, max_steps=8, model_update_timeout=30.0

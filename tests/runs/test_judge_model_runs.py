@@ -69,7 +69,7 @@ def greedy_reply(model, tokenizer, text):
     return tokenizer.decode(reply, skip_special_tokens=True), reply[-1] == 1
 
 
-def test_rewards_are_the_scores_in_the_replies_that_transformers_generates(runs):
+def test_rewards_are_scores_in_transformers_replies(runs):
     path = make_judge(runs.folder / "judge")
     held_out = {"data_args": {"file_name": str(runs.folder / "val.jsonl"), "max_samples": 4}}
     rewards = {"digits": judged_by(path, weight=2.0)}
@@ -118,7 +118,7 @@ def test_votes_are_repeatable_and_a_resumed_run_has_the_same(local_runs):
         ({"max_tokens": 60}, "60"),  # more than the model's 64 positions
     ],
 )
-def test_a_sample_that_the_judge_does_not_score_is_a_failure_and_not_a_zero(local_runs, given, why):
+def test_unscored_sample_is_a_failure_and_not_zero(local_runs, given, why):
     rewards = {"digits": judged_by(make_judge(local_runs.folder / "judge"), **given)}
     result = local_runs.ok(local_runs.rlvr(rewards=rewards, max_steps=1, guards={"reward_failures": "off"}))
     assert {row["reward"] for row in samples(result)} == {None}
@@ -167,7 +167,7 @@ def test_a_judge_beside_a_reward_model_scores_its_own_domain(local_runs):
     assert any("reply" in row.get("detail", {}) for row in by_tag["digits"])
 
 
-def test_a_judge_that_is_killed_is_restarted_and_nothing_else_changes(ray_runs, monkeypatch):
+def test_killed_judge_is_restarted_without_other_effects(ray_runs, monkeypatch):
     runs, step = ray_runs, RLVRPipeline.step
     rewards = {"digits": judged_by(make_judge(runs.folder / "judge"))}
     recipe = {"rewards": rewards, "max_steps": 3, "guards": {"reward_failures": "off"}}
@@ -185,7 +185,7 @@ def test_a_judge_that_is_killed_is_restarted_and_nothing_else_changes(ray_runs, 
     ]
 
 
-def test_a_model_without_a_chat_template_is_refused_before_anything_starts(local_runs):
+def test_judge_without_chat_template_is_refused_before_start(local_runs):
     plain = {"judge_prompt": "{response}"}
     random = judged_by("", **plain) | {"model_args": {"random_init": TINY, "dtype": "fp32"}}
     error = local_runs.run(local_runs.rlvr(rewards={"digits": random})).error

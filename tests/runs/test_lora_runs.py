@@ -52,7 +52,7 @@ def test_a_policy_with_adapters_learns_and_the_engine_follows(runs):
     assert lines[-1]["actor/kl_loss"] > 1e-5
 
 
-def test_an_engine_that_asks_for_the_adapter_is_sent_nothing_else(runs):
+def test_adapter_engine_receives_only_the_adapter(runs):
     config = with_lora(runs.rlvr(guards=EVERY_STEP))
     config["actor_infer"]["strategy_args"]["strategy_config"] = {"enable_lora": True}
     lines = runs.metrics(runs.ok(config))
@@ -76,7 +76,7 @@ def test_ranks_that_share_a_policy_send_the_adapter_alone(ray_runs):
 
 
 @pytest.mark.parametrize("penalty", [KL, {"add_token_level_kl": True, "adv_estimator": "reinforce"}], ids=str)
-def test_the_policy_without_adapters_is_a_reference_role_bit_for_bit(local_runs, count_models, penalty):
+def test_policy_without_adapters_equals_a_reference_bit_for_bit(local_runs, count_models, penalty):
     runs = local_runs
     own = runs.ok(with_lora(runs.rlvr(exp_name="own", **penalty)))
     assert len(count_models) == 1
@@ -85,7 +85,7 @@ def test_the_policy_without_adapters_is_a_reference_role_bit_for_bit(local_runs,
     assert runs.timeless(own) == runs.timeless(role)
 
 
-def test_a_resumed_run_of_adapters_equals_the_uninterrupted_one_bit_for_bit(runs):
+def test_resumed_adapter_run_equals_uninterrupted_bit_for_bit(runs):
     def config(**more):
         return with_lora(runs.rlvr(max_steps=4, **KL, **more), additional_target="lm_head")
 
@@ -155,7 +155,7 @@ def test_a_critic_with_adapters_learns_values(local_runs):
     assert "score.modules_to_save.default.weight" in saved
 
 
-def test_two_ranks_train_the_adapters_of_one(ray_runs):
+def test_adapters_on_two_ranks_train_as_on_one(ray_runs):
     config = with_lora(ray_runs.rlvr(num_gpus_per_node=4, **KL))
     config["actor_train"]["device_mapping"] = [0, 1]
     config["actor_train"]["training_args"]["per_device_train_batch_size"] = 4

@@ -43,7 +43,7 @@ def test_every_policy_loss_trains(local_runs):
     assert len(set(losses.values())) > 10
 
 
-def test_a_loss_and_an_estimator_of_the_user_train_in_every_worker(runs):
+def test_user_loss_and_estimator_train_in_every_worker(runs):
     (runs.folder / "my_losses.py").write_text(MINE, encoding="utf-8")
     (runs.folder / "my_advantages.py").write_text(MY_ADVANTAGES, encoding="utf-8")
     ours = {"pg_variant": "my_losses:clipped", "pg_options": {"clip": 0.1}, "adv_estimator": "my_advantages:scaled"}

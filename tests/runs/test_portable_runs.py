@@ -80,12 +80,12 @@ def test_hf_then_fsdp2_then_hf_is_one_run(local_runs, model):
     assert "sft_train: hf_train × 1 loads the portable state of fsdp2_train × 1" in log_of(last)
 
 
-def test_it_is_one_run_on_two_ranks_and_back_on_one(ray_runs):
+def test_run_moves_to_two_ranks_and_back_unchanged(ray_runs):
     whole, last = chain(ray_runs, [("hf_train", 2), ("fsdp2_train", 2), ("hf_train", 1)])
     check_same_run(ray_runs, last, whole)
 
 
-def test_what_a_strategy_wrote_itself_is_what_it_reads(local_runs):
+def test_strategy_loads_its_own_state_format(local_runs):
     _, last = chain(local_runs, [("hf_train", 1), ("hf_train", 1)])
     assert "loads the portable state of" not in log_of(last)
 
@@ -126,7 +126,7 @@ def test_a_flipped_byte_of_the_state_is_found_before_it_is_used(local_runs):
     assert json.loads(result.run_dir.record.read_text(encoding="utf-8"))["resumed_step"] == 4
 
 
-def test_a_strategy_that_cannot_export_its_state_is_refused_before_anything_starts(local_runs, monkeypatch):
+def test_strategy_without_exportable_state_is_refused_early(local_runs, monkeypatch):
     from roll_core.plugins.registry import load_registry
     from roll_strategy_hf import plugin
 

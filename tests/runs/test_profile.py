@@ -20,7 +20,7 @@ def profiled(result):
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def test_the_selected_steps_are_in_the_timeline_and_the_report_names_it(local_runs):
+def test_profiled_steps_are_in_the_timeline_and_report(local_runs):
     config = local_runs.sft(max_steps=4, profile={"roles": ["sft_train"], "steps": [2, 3]})
     result = local_runs.ok(config)
     assert profiled(result) == ["sft_train-steps-2-3-rank-0.json.gz"]
@@ -37,7 +37,7 @@ def test_the_selected_steps_are_in_the_timeline_and_the_report_names_it(local_ru
 
 
 @pytest.mark.parametrize(("steps", "name"), [([3, 9], "3-4"), ([9, 10], None)])
-def test_a_window_that_ends_after_the_run_has_its_steps_up_to_the_last(local_runs, steps, name):
+def test_window_beyond_the_run_has_steps_up_to_the_last(local_runs, steps, name):
     profile = {"roles": ["sft_train"], "steps": steps, "memory": True}
     result = local_runs.ok(local_runs.sft(max_steps=4, profile=profile))
     assert profiled(result) == ([f"sft_train-steps-{name}-rank-0.json.gz"] if name else [])

@@ -46,7 +46,7 @@ def located(error):
     return {(each.where, each.key, each.code) for each in error.value.problems}
 
 
-def test_a_file_a_mapping_and_a_validated_config_train_as_the_command_does(sft, tmp_path):
+def test_file_mapping_and_validated_config_train_as_the_command(sft, tmp_path):
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump(sft), encoding="utf-8")
     assert main(["run", str(path), "max_steps=3"]) == 0
@@ -69,7 +69,7 @@ def test_nested_and_dotted_overrides_are_merged_into_the_config(sft):
     assert role.training_args.per_device_train_batch_size == 16
 
 
-def test_mistakes_in_a_mapping_name_their_keys_and_those_of_overrides_say_so(sft, tmp_path):
+def test_errors_in_mappings_and_overrides_name_their_keys(sft, tmp_path):
     with pytest.raises(roll.ConfigError) as error:
         roll.check(sft | {"sede": 1, "seed": "x"})
     assert {("config", "sede", "ROLL-C010"), ("config", "seed", "ROLL-C013")} <= located(error)
@@ -108,7 +108,7 @@ def test_mistakes_in_a_mapping_name_their_keys_and_those_of_overrides_say_so(sft
     assert not (tmp_path / "output").exists()
 
 
-def test_a_missing_file_of_a_mapping_is_located_unless_files_are_not_checked(sft):
+def test_missing_file_in_a_mapping_is_located_if_checked(sft):
     sft["sft_train"]["data_args"] = {"file_name": "missing.jsonl"}
     with pytest.raises(roll.ConfigError) as error:
         roll.check(sft)
@@ -116,7 +116,7 @@ def test_a_missing_file_of_a_mapping_is_located_unless_files_are_not_checked(sft
     assert roll.check(sft, files=False).sources == ()
 
 
-def test_interpolations_and_literal_references_keep_their_meaning(sft):
+def test_interpolations_and_escaped_references_keep_their_value(sft):
     checked = roll.check(sft | {"exp_name": "${pipeline}-${seed}", "output_dir": "\\${seed}"}, ["seed=8"]).config
     assert (checked.exp_name, checked.output_dir) == ("sft-8", "${seed}")
     assert roll.check(checked).config == checked
@@ -205,7 +205,7 @@ def test_an_interrupt_in_a_callback_leaves_a_run_that_resumes(sft, in_a_loop):
     assert [each["train/loss"] for each in resumed.history] == [each["train/loss"] for each in whole.history]
 
 
-def test_a_run_in_a_notebook_cell_has_a_loop_of_its_own_and_prints_each_step(sft, capsys):
+def test_notebook_run_has_its_own_loop_and_prints_every_step(sft, capsys):
     async def cell():
         result = roll.run(sft)
         await asyncio.sleep(0)
@@ -266,7 +266,7 @@ def test_a_run_that_ctrl_c_ended_resumes_to_the_same_losses(sft, default_sigint,
     assert [each["train/loss"] for each in resumed.history] == [each["train/loss"] for each in whole.history]
 
 
-def test_the_package_lists_its_lazy_attributes_and_refuses_others():
+def test_package_lists_its_lazy_attributes_and_refuses_others():
     assert {"run", "check", "plan", "RunResult"} <= set(dir(roll))
     with pytest.raises(AttributeError):
         roll.ruun  # noqa: B018

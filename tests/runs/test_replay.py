@@ -56,7 +56,7 @@ def refuse_engines(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["sync", "async", "remax"])
-def test_a_replay_has_the_same_losses_bit_for_bit_and_starts_no_engine(runs, monkeypatch, name):
+def test_replay_has_equal_losses_bit_for_bit_without_engine(runs, monkeypatch, name):
     config = recipes(runs, name)
     recorded = runs.ok(config | {"record_rollouts": True})
     refuse_engines(monkeypatch)
@@ -84,7 +84,7 @@ def test_a_resumed_run_records_on_and_a_replay_can_be_resumed(local_runs):
     assert mentions(str(generating.error), "replayed")
 
 
-def test_a_replay_may_have_another_loss_but_not_other_prompts_or_versions(local_runs):
+def test_replay_may_change_the_loss_but_not_prompts_or_versions(local_runs):
     """That is what it is for: the same answers, another algorithm."""
     config = local_runs.rlvr(max_steps=2)
     recorded = local_runs.ok(config | {"record_rollouts": True})
@@ -101,7 +101,7 @@ def test_a_replay_may_have_another_loss_but_not_other_prompts_or_versions(local_
     assert elsewhere.error.exit_code == 2
 
 
-def test_what_cannot_be_replayed_is_refused_by_check(local_runs):
+def test_invalid_replays_are_refused_by_check(local_runs):
     config = local_runs.rlvr(max_steps=2)
     recorded = local_runs.ok(config | {"record_rollouts": True})
     validation = {"data_args": {"file_name": str(local_runs.folder / "val.jsonl")}}

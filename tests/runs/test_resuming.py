@@ -42,7 +42,7 @@ def resumed_from(result):
 
 @pytest.mark.parametrize("harm", [flip, cut])
 @pytest.mark.parametrize("spec", [True, "auto", "run"])
-def test_a_damaged_newest_checkpoint_is_passed_over_and_the_one_before_is_taken(local_runs, saved, harm, spec):
+def test_damaged_newest_checkpoint_falls_back_to_the_previous(local_runs, saved, harm, spec):
     harm(saved[-1])
     spec = str(saved[-1].path.parent.parent) if spec == "run" else spec
     result = local_runs.ok(local_runs.sft(max_steps=5, resume_from_checkpoint=spec))
@@ -51,7 +51,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_one_before_is_taken(
     assert [line["step"] for line in local_runs.metrics(result)] == [1, 2, 3, 4, 5]
 
 
-def test_a_damaged_checkpoint_that_is_asked_for_by_name_ends_the_run_and_offers_the_one_before(local_runs, saved):
+def test_damaged_named_checkpoint_fails_and_offers_the_previous(local_runs, saved):
     flip(saved[-1])
     result = local_runs.run(local_runs.sft(resume_from_checkpoint=str(saved[-1].path)))
     assert (result.outcome, result.steps_done) == ("failed", 0)
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_by_name_ends_the_run_and_offers_
 
 
 @pytest.mark.parametrize("spec", [True, "auto"])
-def test_a_run_does_not_begin_anew_where_every_checkpoint_is_damaged(local_runs, saved, spec):
+def test_run_does_not_restart_if_every_checkpoint_is_damaged(local_runs, saved, spec):
     for checkpoint in saved:
         flip(checkpoint)
     result = local_runs.run(local_runs.sft(max_steps=5, resume_from_checkpoint=spec))
@@ -91,14 +91,14 @@ def test_only_the_newest_checkpoints_are_kept(local_runs):
     assert sorted(path.name for path in result.run_dir.checkpoints.iterdir()) == ["step-3", "step-4"]
 
 
-def test_a_checkpoint_of_another_pipeline_is_refused_before_anything_starts(local_runs, saved):
+def test_checkpoint_of_another_pipeline_is_refused_early(local_runs, saved):
     result = local_runs.run(local_runs.rlvr(resume_from_checkpoint=str(saved[-1].path)))
     assert isinstance(result.error, CheckpointMismatchError)
     assert mentions(str(result.error), "sft", "rlvr")
     assert result.error.exit_code == 2
 
 
-def test_a_checkpoint_of_another_strategy_is_refused_with_the_way_out(local_runs):
+def test_checkpoint_of_another_strategy_is_refused_with_advice(local_runs):
     role = SavedRole(strategy="other_train", world_size=2, weight_version=1)
     run = SavedRun(pipeline="sft", pipeline_state={}, roles={"sft_train": role})
     store = CheckpointDirectory(local_runs.folder / "elsewhere")
@@ -182,7 +182,7 @@ def test_a_resumed_run_renders_the_date_of_the_first_run(local_runs):
     assert all(json.loads(line)["prompt"].startswith(date) for line in samples)
 
 
-def test_what_else_changed_is_logged_once(local_runs):
+def test_other_config_changes_are_logged_once(local_runs):
     first = local_runs.ok(local_runs.sft(save_steps=1, max_steps=1))
     config = local_runs.sft(seed=4, resume_from_checkpoint=True)
     config["sft_train"]["training_args"]["learning_rate"] = 0.02
@@ -223,7 +223,7 @@ def test_retention_spares_other_runs_and_later_steps(local_runs):
     assert [kept(run) for run in (other, first, second)] == [[1, 2, 3], [3], [4]]
 
 
-def test_retention_spares_the_best_checkpoint_of_earlier_attempts(local_runs):
+def test_retention_keeps_the_best_checkpoint_of_earlier_attempts(local_runs):
     best = {"eval_steps": 1, "save_best": {"metric": "val/loss", "mode": "max"}, "max_ckpt_to_keep": 1}
     for max_steps in (2, 4):
         config = local_runs.sft(max_steps=max_steps, save_steps=1, resume_from_checkpoint="auto", **best)

@@ -99,7 +99,7 @@ def test_ppo_with_a_reward_model_a_critic_and_a_reference_trains(runs):
         assert line["critic/loss"] > 0
 
 
-def test_a_resumed_run_with_a_reward_model_equals_the_uninterrupted_one_bit_for_bit(runs):
+def test_resumed_reward_model_run_is_equal_bit_for_bit(runs):
     path = make_reward_model(runs.folder / "rm")
     recipe = {"rewards": {"digits": rewarded_by(path)}, "max_steps": 4, **PPO}
     whole = runs.ok(runs.rlvr(exp_name="whole", save_steps=2, **recipe))
@@ -111,7 +111,7 @@ def test_a_resumed_run_with_a_reward_model_equals_the_uninterrupted_one_bit_for_
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_score_that_is_not_a_number_is_a_failure_and_not_a_zero(local_runs):
+def test_nan_score_is_a_failure_and_not_zero(local_runs):
     path = make_reward_model(local_runs.folder / "rm", scale=float("nan"))
     result = local_runs.run(local_runs.rlvr(rewards={"digits": rewarded_by(path)}))
     guards = json.loads(result.run_dir.record.read_text(encoding="utf-8"))["guards"]
@@ -169,7 +169,7 @@ def test_a_model_with_another_tokenizer_reads_the_text(local_runs):
     assert [row["reward"] for row in rows] == pytest.approx(expected, abs=1e-5)
 
 
-def test_inputs_that_do_not_fit_the_reward_model_are_errors_before_any_model_is_built(local_runs, monkeypatch):
+def test_inputs_that_do_not_fit_the_reward_model_fail_early(local_runs, monkeypatch):
     runs = local_runs
     monkeypatch.setattr("roll_core.runtime.run.assemble.make_executor", None)
     small = make_reward_model(runs.folder / "small", vocab_size=12)

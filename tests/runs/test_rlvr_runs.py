@@ -157,7 +157,7 @@ def test_a_judge_that_always_fails_ends_the_run(runs):
     assert mentions(str(result.error), "judge")
 
 
-def test_what_fails_is_judged_again_and_the_run_is_as_if_it_had_not(local_runs, monkeypatch):
+def test_retried_rewards_leave_the_run_unchanged(local_runs, monkeypatch):
     monkeypatch.setattr(scoring, "RETRY_S", 0.0)
     flaky = {"digits": {"reward": "function", "function": "rollrewards:flaky"}}
     result = local_runs.ok(local_runs.rlvr(max_steps=2, rewards=flaky))
@@ -173,7 +173,7 @@ def test_what_fails_is_judged_again_and_the_run_is_as_if_it_had_not(local_runs, 
     assert "guard reward_failures" in str(excluded.error)
 
 
-def test_a_broken_judge_is_found_out_where_filters_leave_out_every_group(local_runs):
+def test_broken_judge_is_detected_if_filters_drop_all_groups(local_runs):
     judges = {
         "digits": {
             "reward": "function",
@@ -187,7 +187,7 @@ def test_a_broken_judge_is_found_out_where_filters_leave_out_every_group(local_r
     assert mentions(str(result.error), "32")
 
 
-def test_a_judge_that_dies_is_replaced_and_what_it_judged_is_judged_again(ray_runs):
+def test_dead_judge_is_replaced_and_its_samples_rescored(ray_runs):
     """Its function ends the worker itself, once. The other worker scores no more until the replacement has loaded."""
     killer = (
         "import os, pathlib, signal, time\n"
@@ -214,7 +214,7 @@ def test_a_judge_that_dies_is_replaced_and_what_it_judged_is_judged_again(ray_ru
     assert re.search(r"rewards.digits rank \d: .*\(pid \d+\)", log)
 
 
-def test_steps_without_reward_signal_are_done_and_pointed_out_once(runs):
+def test_steps_without_reward_signal_complete_and_warn_once(runs):
     judges = {"digits": {"reward": "function", "function": "rollrewards:constant"}}
     result = runs.ok(runs.rlvr(rewards=judges))
     guards = json.loads(result.run_dir.record.read_text(encoding="utf-8"))["guards"]
@@ -236,7 +236,7 @@ def test_a_run_resumes_from_a_step_without_reward_signal(local_runs):
     assert local_runs.timeless(resumed)[1:] == local_runs.timeless(whole)[1:]
 
 
-def test_equal_rewards_everywhere_end_the_run_where_the_guard_says_so(runs):
+def test_equal_rewards_end_the_run_if_the_guard_says_so(runs):
     judges = {"digits": {"reward": "function", "function": "rollrewards:constant"}}
     strict = runs.run(runs.rlvr(max_steps=1, rewards=judges, guards={"all_groups_filtered": "error"}))
     assert "guard all_groups_filtered" in str(strict.error)
@@ -281,7 +281,7 @@ def test_both_executors_give_the_same_numbers(ray_runs):
             assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name
 
 
-def test_an_engine_gets_the_weights_of_a_role_again_after_those_of_another(local_runs, monkeypatch):
+def test_engine_gets_weights_of_a_role_again_after_another(local_runs, monkeypatch):
     published = []
 
     async def step(pipeline, run):

@@ -61,7 +61,7 @@ def same_model(one, other):
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_goes_on_bit_for_bit(runs):
+def test_dropped_groups_are_replaced_and_resume_bit_for_bit(runs):
     recipe = {"rewards": judges(query_filter_config=STD_FILTER), "max_steps": 4}
     whole = runs.ok(runs.rlvr(exp_name="whole", save_steps=2, **recipe))
     lines = runs.metrics(whole)
@@ -75,7 +75,7 @@ def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_goes_on_bit_fo
     assert same_model(whole, second)
 
 
-def test_a_filter_that_nothing_passes_is_pointed_out_and_the_run_goes_on(local_runs):
+def test_filter_that_drops_everything_warns_and_run_continues(local_runs):
     rewards = {"digits": {"reward": "function", "function": "rollrewards:constant", "query_filter_config": STD_FILTER}}
     result = local_runs.ok(local_runs.rlvr(max_steps=2, rewards=rewards, dynamic_sampling_max_tries=2))
     record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def test_a_filter_that_nothing_passes_is_pointed_out_and_the_run_goes_on(local_r
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
-def test_generation_goes_on_while_training_does_and_nothing_is_older_than_allowed(runs, ratio):
+def test_generation_overlaps_training_within_the_staleness_bound(runs, ratio):
     result = runs.ok(
         asynchronous(
             runs,
@@ -166,7 +166,7 @@ def test_a_run_may_go_on_synchronously_from_an_asynchronous_one(local_runs):
     assert all(line["actor/logprob_gap"] < 1e-4 for line in local_runs.metrics(second)[3:])
 
 
-def test_surplus_prompts_wait_for_the_next_batch_with_what_is_drawn_of_them(local_runs):
+def test_surplus_prompts_keep_partial_responses_for_next_batch(local_runs):
     recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 4, "max_steps": 4, "save_steps": 1}
     whole = local_runs.ok(local_runs.rlvr(**recipe))
     lines = local_runs.metrics(whole)
@@ -180,7 +180,7 @@ def test_surplus_prompts_wait_for_the_next_batch_with_what_is_drawn_of_them(loca
     assert [line["step"] for line in local_runs.metrics(second)] == [1, 2, 3, 4]
 
 
-def test_groups_that_are_ready_first_are_trained_on_first_and_none_is_lost(local_runs):
+def test_groups_ready_first_are_trained_first_and_none_is_lost(local_runs):
     recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 2, "take_first_ready": True}
     result = local_runs.ok(local_runs.rlvr(max_steps=4, save_steps=4, **recipe))
     lines = local_runs.metrics(result)
@@ -192,7 +192,7 @@ def test_groups_that_are_ready_first_are_trained_on_first_and_none_is_lost(local
     assert len(state["kept"]) == 2
 
 
-def test_partial_answers_are_drawn_anew_where_they_are_not_to_be_kept(local_runs):
+def test_partial_responses_are_regenerated_unless_kept(local_runs):
     recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 4, "partial_rollout": False}
     lines = local_runs.metrics(local_runs.ok(local_runs.rlvr(**recipe)))
     assert all(line["rollout/mixed_version_share"] == 0 for line in lines)
@@ -226,7 +226,7 @@ def test_bounded_and_single_requests_train_as_well(local_runs):
 
 
 @pytest.mark.parametrize(("router", "computed"), [("least_loaded", 2), ("prompt_affinity", 1), ("sticky", 1)])
-def test_siblings_that_are_asked_one_by_one_share_their_prompt_where_they_stay_together(local_runs, router, computed):
+def test_separate_sibling_requests_share_the_prompt_if_colocated(local_runs, router, computed):
     """Four groups of four answers on two replicas; a prompt has four tokens and is computed on each that is asked."""
     config = local_runs.rlvr(
         max_steps=1,
@@ -241,9 +241,7 @@ def test_siblings_that_are_asked_one_by_one_share_their_prompt_where_they_stay_t
 
 
 @pytest.mark.parametrize(("seeded", "repeats"), [("auto", True), (True, True), (False, False)])
-def test_without_seeds_siblings_replicas_and_starts_draw_differently_and_with_them_a_run_repeats(
-    local_runs, seeded, repeats
-):
+def test_seeded_runs_repeat_and_unseeded_samples_differ(local_runs, seeded, repeats):
     """All groups are of one row, asked at the same place in line of two replicas."""
     (row, *_) = (local_runs.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
     (local_runs.folder / "one.jsonl").write_text(row, encoding="utf-8")
@@ -292,7 +290,7 @@ def test_an_engine_without_seeds_gets_none(local_runs, monkeypatch):
     assert "probe" in {of for of, _ in seeds}
 
 
-def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(local_runs, monkeypatch):
+def test_failed_background_worker_ends_the_run_with_its_error(local_runs, monkeypatch):
     step = EngineCore.step
 
     def broken(self):
@@ -329,7 +327,7 @@ def test_a_worker_that_generates_ahead_and_fails_ends_the_run_with_its_error(loc
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given, facts):
+def test_invalid_combinations_are_refused_before_the_start(local_runs, given, facts):
     from roll_core.errors import ConfigError
 
     with raises_error(ConfigError, *facts):
@@ -337,7 +335,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(local_runs, given
 
 
 @pytest.mark.slow(ci=True)
-def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray_runs, monkeypatch):
+def test_killed_replica_is_replaced_and_no_response_is_lost(ray_runs, monkeypatch):
     """Its answers are drawn to their end by the other one, and from the next weights on there are two again."""
     runs, step = ray_runs, RLVRPipeline.step
 
@@ -361,7 +359,7 @@ def test_a_replica_that_is_killed_is_replaced_and_nothing_of_the_run_is_lost(ray
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow(ci=True)), 2])
-def test_a_run_whose_replicas_are_all_killed_goes_on_as_if_nothing_had_been(ray_runs, monkeypatch, replicas):
+def test_run_continues_after_all_replicas_are_killed(ray_runs, monkeypatch, replicas):
     """They are killed while they draw, and brought back with the weights that they had."""
     runs, step = ray_runs, RLVRPipeline.step
 
@@ -394,7 +392,7 @@ def test_a_run_whose_replicas_are_all_killed_goes_on_as_if_nothing_had_been(ray_
     assert json.loads(result.run_dir.record.read_text(encoding="utf-8"))["guards"]["counts"] == {}
 
 
-def test_an_engine_that_dies_between_two_batches_is_there_for_the_next(ray_runs, monkeypatch):
+def test_engine_killed_between_batches_is_restarted_for_the_next(ray_runs, monkeypatch):
     """Ahead of training its requests wait for the next publish; an evaluation finds it whole."""
     runs, step = ray_runs, RLVRPipeline.step
 

@@ -71,7 +71,7 @@ def test_steps_that_do_not_improve_are_saved_by_save_steps_only(local_runs, scor
         ({"metric": "val/loss", "mode": "max"}, "max"),
     ],
 )
-def test_the_direction_comes_from_the_config_or_else_from_the_name(written, expected):
+def test_direction_comes_from_the_config_or_the_metric_name(written, expected):
     metric = BestMetric(BestCheckpointConfig.model_validate(written), "here")
     assert metric.mode == expected
     before = BestCheckpoint(metric=metric.metric, mode=metric.mode, value=1.0, step=1, path="x")
@@ -121,7 +121,7 @@ def test_a_lost_best_checkpoint_is_not_compared_with(local_runs, scored):
     assert best(second)["step"] == 3
 
 
-def test_the_best_checkpoint_of_a_lost_disk_is_its_copy_in_the_store_and_not_the_download(tmp_path):
+def test_best_checkpoint_after_disk_loss_is_the_stored_copy(tmp_path):
     """The download is deleted once its weights are loaded."""
     download = tmp_path / "resumed" / "checkpoints" / "step-2"
     download.mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_an_evaluation_made_up_after_sigterm_can_be_the_best(local_runs, scored,
     assert best(second)["path"] == str(first.run_dir.checkpoints / "step-2")
 
 
-def test_a_metric_that_the_first_evaluation_lacks_ends_the_run_before_training(local_runs):
+def test_metric_missing_in_the_first_evaluation_ends_the_run(local_runs):
     result = local_runs.run(config(local_runs, save_best="val/los"))
     assert isinstance(result.error, ConfigError)
     (problem,) = result.error.problems
@@ -157,7 +157,7 @@ def test_a_metric_that_the_first_evaluation_lacks_ends_the_run_before_training(l
     assert (result.steps_done, result.error.exit_code) == (0, 2)
 
 
-def test_a_metric_that_the_first_step_lacks_ends_the_run_with_its_checkpoint_written(local_runs):
+def test_metric_missing_in_the_first_step_ends_with_a_checkpoint(local_runs):
     result = local_runs.run(config(local_runs, save_best="train/nothing", save_steps=1))
     assert [problem.key for problem in result.error.problems] == ["save_best"]
     assert kept(result) == ["step-1"]

@@ -56,7 +56,7 @@ def test_where_the_time_went_adds_up_to_the_wall_time(runs):
     assert sum(row["seconds"] for row in record["time"]) == pytest.approx(wall, rel=0.02, abs=0.2)
 
 
-def test_the_export_is_loaded_by_transformers_and_answers_like_the_trained_model(runs):
+def test_export_loads_in_transformers_with_equal_answers(runs):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     result = runs.ok(runs.sft(eval_steps=4))
@@ -115,7 +115,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_resuming_a_finished_run_is_an_error_not_a_silent_success(runs):
+def test_resuming_a_finished_run_is_an_error(runs):
     runs.ok(runs.sft(save_steps=2))
     result = runs.run(runs.sft(resume_from_checkpoint=True))
     assert result.outcome == "failed"
@@ -130,7 +130,7 @@ def test_the_saved_config_is_the_config(runs):
     assert load(result.run_dir.config, [], runs.registry).config == original
 
 
-def test_a_mistake_in_the_data_is_named_and_the_record_says_failed(runs):
+def test_data_error_is_named_and_the_record_says_failed(runs):
     with (runs.folder / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"id": 99, "prompt": "12a>", "response": "12a", "ground_truth": "12a"}) + "\n")
     result = runs.run(runs.sft())
@@ -140,7 +140,7 @@ def test_a_mistake_in_the_data_is_named_and_the_record_says_failed(runs):
     assert result.run_dir.report.is_file()
 
 
-def test_answers_are_judged_where_the_run_has_an_engine_and_judges(runs):
+def test_responses_are_scored_if_the_run_has_engine_and_rewards(runs):
     config = runs.sft(
         actor_infer=runs.rlvr()["actor_infer"],
         rewards={"digits": {"reward": "function", "function": "rollrewards:constant"}},
@@ -172,7 +172,7 @@ def test_a_model_that_the_run_before_has_not_written_is_named(local_runs):
     assert mentions(str(result.error), "output/before/latest/export")
 
 
-def test_reinforcement_learning_renders_chats_as_the_fine_tuning_before_it(local_runs):
+def test_rl_renders_chats_as_the_preceding_sft(local_runs):
     runs = local_runs
     rows = [{"prompt": f"{n}+1", "response": str(n + 1), "ground_truth": str(n + 1), "how": "Add."} for n in range(8)]
     (runs.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -191,7 +191,7 @@ def test_reinforcement_learning_renders_chats_as_the_fine_tuning_before_it(local
 
 
 @pytest.mark.parametrize("answered", [0, 3])
-def test_chat_rows_without_a_response_are_scored_by_rewards_alone(local_runs, answered):
+def test_chat_rows_without_response_are_scored_by_rewards_only(local_runs, answered):
     """The held-out loss is that of the rows which have one."""
     rows = [json.loads(line) for line in (local_runs.folder / "val.jsonl").read_text(encoding="utf-8").splitlines()]
     chat = local_runs.folder / "chat.jsonl"
@@ -237,7 +237,7 @@ except Exception as error:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_processes_of_a_run_on_one_host_listen_on_the_loopback_address_alone_and_admit_no_stranger(local_runs):
+def test_processes_listen_on_loopback_only_and_refuse_strangers(local_runs):
     config = local_runs.sft(executor="ray", max_steps=10_000)
     config["sft_train"] |= {"device_mapping": [0, 1]}
     config["sft_train"]["training_args"] |= {"lr_scheduler_type": "constant"}

@@ -117,14 +117,14 @@ def test_nothing_moves_where_it_is_switched_off(site, local_runs):
     assert moves(local_runs) == []
 
 
-def test_it_is_switched_off_and_on_by_role(site, local_runs):
+def test_offload_is_configurable_by_role(site, local_runs):
     config = recorded(local_runs, is_offload_states=False)
     config["reference"]["is_offload_states"] = True
     local_runs.ok(config)
     assert set(moves(local_runs)) == {"reference offloads weights", "reference onloads weights"}
 
 
-def test_where_slots_have_no_memory_of_their_own_only_engines_make_room(site, local_runs):
+def test_without_device_memory_only_engines_release_memory(site, local_runs):
     local_runs.ok(recorded(local_runs) | {"platform": "cpu"})
     assert set(moves(local_runs)) == {"actor_infer sleeps", "actor_infer wakes"}
 
@@ -162,7 +162,7 @@ def test_a_resumed_run_that_takes_turns_continues_exactly(site, local_runs):
     assert "actor_train loads" in journal(local_runs)
 
 
-def test_an_error_in_the_middle_of_a_turn_ends_the_run_with_its_cause(site, local_runs):
+def test_error_during_a_slot_turn_ends_the_run_with_its_cause(site, local_runs):
     config = recorded(local_runs, rewards={"digits": {"reward": "function", "function": "rollrewards:broken"}})
     result = local_runs.run(config)
     assert result.outcome == "failed"
@@ -186,7 +186,7 @@ def test_sigterm_is_saved_while_others_hold_the_slots(site, local_runs, monkeypa
     assert journal(local_runs)[-1] == "actor_train saves"
 
 
-def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(site, local_runs, monkeypatch):
+def test_abandoned_requests_end_before_the_engine_sleeps(site, local_runs, monkeypatch):
     """As after an evaluation that was called off: its answers are still being drawn."""
     from roll_core.runtime.run.roles import GroupInferRole
 
@@ -207,7 +207,7 @@ def test_requests_that_nobody_waits_for_any_more_end_before_the_engine_sleeps(si
     assert journal(local_runs).count("actor_infer sleeps") == len(left) == 3
 
 
-def test_a_reward_model_comes_to_the_engines_slots_with_the_engine(site, local_runs):
+def test_reward_model_is_loaded_together_with_the_engine(site, local_runs):
     """Both stay for the rollout; neither is there while the others work."""
     config = recorded(local_runs, max_steps=1)
     reward = dict(config["reference"], reward="model")

@@ -26,9 +26,7 @@ def events_of(run: Path) -> list[str]:
     return json.loads((run / "trackers" / "recording.json").read_text(encoding="utf-8"))
 
 
-def test_a_run_stopped_by_sigterm_closes_its_trackers_and_the_resumed_run_continues_them(
-    local_runs, install, monkeypatch
-):
+def test_sigterm_closes_trackers_and_the_resumed_run_continues(local_runs, install, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(install(PLUGIN)))
     config = local_runs.rlvr(max_steps=10_000, track_with=["recording", "csv"])
     path = local_runs.folder / "run.yaml"
@@ -68,7 +66,7 @@ def test_trackers_get_the_stages_of_a_run_within_its_steps(local_runs, install, 
     assert all(f"time/{name}" in row for row in result.history for name in ("rollout", "train", "step"))
 
 
-def test_trackers_and_the_console_get_every_nth_step_and_evaluations_and_the_last(local_runs):
+def test_trackers_get_every_nth_step_evaluations_and_the_last(local_runs):
     config = local_runs.sft(max_steps=8, eval_steps=3, logging_steps=5, track_with=["csv"])
     result = local_runs.ok(config)
     with (result.run_dir.path / "metrics.csv").open(newline="") as stream:
@@ -82,7 +80,7 @@ def test_trackers_and_the_console_get_every_nth_step_and_evaluations_and_the_las
 
 
 @pytest.mark.parametrize("breaks", ["log", "close", "stage"])
-def test_an_error_of_a_tracker_names_its_package_and_fails_a_complete_run(local_runs, install, monkeypatch, breaks):
+def test_tracker_error_names_its_package_and_fails_the_run(local_runs, install, monkeypatch, breaks):
     monkeypatch.syspath_prepend(str(install(PLUGIN)))
     local_runs.registry = load_registry()
     config = local_runs.sft(max_steps=2, track_with=["csv", "recording"])
@@ -97,7 +95,7 @@ def test_an_error_of_a_tracker_names_its_package_and_fails_a_complete_run(local_
         assert {row["step"] for row in csv.DictReader(stream)} == {str(int(row["step"])) for row in result.history}
 
 
-def test_a_crashed_run_is_failed_in_its_trackers_and_its_own_error_is_kept(local_runs, install, monkeypatch):
+def test_crashed_run_is_failed_in_trackers_and_keeps_its_error(local_runs, install, monkeypatch):
     monkeypatch.syspath_prepend(str(install(PLUGIN)))
     local_runs.registry = load_registry()
     secret = "9f3c1c7e5d6b4a21"

@@ -268,7 +268,7 @@ def output_of_aborted(process: subprocess.Popen) -> str:
     return process.communicate(timeout=60)[0]
 
 
-def test_a_run_that_loses_a_host_names_it_and_goes_on_with_what_is_left(local_runs, hosts):
+def test_run_that_loses_a_host_names_it_and_continues(local_runs, hosts):
     runs = local_runs
     config = runs.sft(executor="ray", num_gpus_per_node=1, save_steps=1, max_steps=10_000)
     # Each of the two nodes counts all cores of this host as its own.

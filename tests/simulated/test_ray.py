@@ -16,16 +16,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return program("ray_runs", folder=tmp_path_factory.mktemp("ray"))
 
 
-def test_two_ranks_beside_an_engine_have_the_metrics_of_one_on_the_cpu(runs):
+def test_run_on_two_ranks_has_the_metrics_of_one_on_cpu(runs):
     check_metrics(runs["two ranks"]["metrics"], runs["one rank"]["metrics"])
 
 
-def test_two_ranks_resume_bit_for_bit(runs):
+def test_resumed_run_on_two_ranks_is_equal_bit_for_bit(runs):
     assert runs["two ranks, resumed"]["metrics"] == runs["two ranks"]["metrics"]
 
 
 @pytest.mark.parametrize("transport", ["shm", "disk", "collective"])
-def test_a_transport_between_processes_brings_the_trainers_weights(runs, transport):
+def test_interprocess_transport_delivers_the_trainer_weights(runs, transport):
     found = runs[transport]
     assert found["transports"] == {"actor_train -> actor_infer": transport}
     check_metrics(found["metrics"], runs["grpo"]["metrics"])

@@ -156,14 +156,14 @@ def test_the_plugins_transport_is_refused_within_one_process(installed, config):
     assert "acme: the workers are in one process" in done.stdout
 
 
-def test_a_mistake_in_the_plugins_own_keys_is_located_like_any_other(installed, config):
+def test_error_in_plugin_keys_is_located_like_any_other(installed, config):
     done = roll_core(installed, "check", str(config), "policy.strategy_args.strategy_config.vocabullary=3")
     assert done.returncode == 2
     assert "vocabullary" in done.stdout
     assert "vocabulary" in done.stdout
 
 
-def test_a_strategy_on_a_platform_that_it_does_not_name_is_refused(installed, config):
+def test_strategy_on_an_unlisted_platform_is_refused(installed, config):
     done = roll_core(installed, "run", str(config), "platform=cpu")
     assert done.returncode == 2
     assert mentions(done.stdout, "acme_train", "acme_board")

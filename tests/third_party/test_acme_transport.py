@@ -101,7 +101,7 @@ def publish(change):
 
 
 @pytest.mark.parametrize("position", [0, 5000, BYTES - 1])
-def test_one_changed_byte_fails_the_proof_and_names_the_tensor(position):
+def test_changed_byte_fails_the_digest_and_names_the_tensor(position):
     def flip(at, data):
         if not at <= position < at + len(data):
             return data
@@ -114,7 +114,7 @@ def test_one_changed_byte_fails_the_proof_and_names_the_tensor(position):
         verify(MANIFEST, make_receipt(MANIFEST, found["held"].items()))
 
 
-def test_a_stream_that_ends_early_is_a_lost_connection_on_both_sides():
+def test_truncated_stream_is_a_lost_connection_on_both_sides():
     found = publish(lambda at, data: data[: max(0, BYTES - 100 - at)])
     assert isinstance(found["received"], SenderLostError)
     assert found["lost"].disconnected == (0,)
