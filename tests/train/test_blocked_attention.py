@@ -45,7 +45,7 @@ def test_values_and_gradients_equal_the_librarys(lengths, heads, key_heads):
         torch.testing.assert_close(each, other, rtol=0, atol=1e-5)
 
 
-def test_a_sequence_that_is_not_finite_harms_no_other_that_is_computed_with_it():
+def test_non_finite_sequence_does_not_affect_its_batch():
     torch.manual_seed(0)
     lengths, size = (6, 8, 7), 4
     query, key, value = (torch.randn(1, 2, sum(lengths), size, requires_grad=True) for _ in range(3))
@@ -60,7 +60,7 @@ def test_a_sequence_that_is_not_finite_harms_no_other_that_is_computed_with_it()
         assert torch.isfinite(each[:, :, 14:]).all()
 
 
-def test_it_is_left_to_the_library_where_its_weights_would_take_too_much_memory():
+def test_attention_falls_back_if_its_weights_need_much_memory():
     query = torch.zeros(1, 1, 1, 1)
     assert usable(query, (1, LONGEST))
     assert not usable(query, (1, LONGEST + 1))

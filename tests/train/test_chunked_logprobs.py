@@ -77,7 +77,7 @@ def test_values_and_gradients_equal_autograds(kernels, chunk, temperature, scale
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_backward_pass_recomputes_only_the_chunks_after_the_fourth():
+def test_backward_recomputes_only_chunks_after_the_fourth():
     hidden, weight, _, targets, _ = inputs(dtype=torch.float32)
     computed = []
 
@@ -91,7 +91,7 @@ def test_the_backward_pass_recomputes_only_the_chunks_after_the_fourth():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_one_chunk_and_several_give_the_same_gradients(dtype, tolerance):
+def test_single_chunk_and_several_have_equal_gradients(dtype, tolerance):
     hidden, weight, _, targets, upstream = inputs(dtype=dtype)
     found = []
     for chunk in (N, 8, 2):
@@ -197,7 +197,7 @@ def test_top_k_outputs_carry_no_gradient(more):
     assert not found.topk_logprobs_NK.requires_grad
 
 
-def test_an_entropy_without_upstream_gradient_changes_no_gradient():
+def test_entropy_without_upstream_gradient_changes_no_gradient():
     gradients = []
     for entropy in (False, True):
         hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
@@ -208,7 +208,7 @@ def test_an_entropy_without_upstream_gradient_changes_no_gradient():
         torch.testing.assert_close(beside, without, rtol=0, atol=1e-6)
 
 
-def test_an_impossible_token_leaves_the_entropy_and_its_gradient_finite(kernels):
+def test_impossible_token_keeps_entropy_and_gradient_finite(kernels):
     weight = torch.tensor([[1e4], [-1e4]])
     hidden = torch.ones(1, 1, requires_grad=True)
     found = head_outputs(LinearHead(weight=weight), hidden, torch.tensor([1]), HeadRequest(entropy=True))
@@ -218,7 +218,7 @@ def test_an_impossible_token_leaves_the_entropy_and_its_gradient_finite(kernels)
     assert torch.isfinite(hidden.grad).all()
 
 
-def test_a_token_that_the_bias_forbids_is_as_if_it_were_not_there(kernels):
+def test_token_forbidden_by_the_bias_equals_a_missing_token(kernels):
     hidden, weight, bias, _, upstream = inputs(dtype=torch.float32)
     targets = torch.arange(N) % (V - 1)
     forbidding = torch.cat([bias[:-1], torch.tensor([-torch.inf])])
@@ -234,7 +234,7 @@ def test_a_token_that_the_bias_forbids_is_as_if_it_were_not_there(kernels):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 500, 9001])
-def test_logprobs_and_gradients_of_any_vocabulary_are_those_in_double_precision(kernels, vocab_size):
+def test_logprobs_and_gradients_equal_double_precision(kernels, vocab_size):
     generator = torch.Generator().manual_seed(vocab_size)
     hidden = torch.randn(200, H, generator=generator)
     weight = torch.randn(vocab_size, H, generator=generator)
@@ -254,7 +254,7 @@ def test_logprobs_and_gradients_of_any_vocabulary_are_those_in_double_precision(
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
-def test_logits_that_are_not_numbers_give_logprobs_that_are_not_numbers(kernels):
+def test_non_finite_logits_give_non_finite_logprobs(kernels):
     weight = torch.full((40, 2), 1.0)
     hidden = torch.tensor([[1.0, 1.0], [torch.nan, 1.0], [torch.inf, 1.0]])
     found = head_outputs(LinearHead(weight=weight), hidden, torch.tensor([0, 0, 0]), HeadRequest(entropy=True))
@@ -357,9 +357,7 @@ def test_of_no_token_outputs_have_their_shapes():
 @pytest.mark.parametrize("hint", ["none", "others", "multiple"])
 @pytest.mark.parametrize("chunk", [None, 1, 5])
 @pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.6, 1.7, 3.0)])
-def test_comparisons_with_another_head_have_the_values_and_gradients_of_whole_logits(
-    chunk, temperature, scale, softcap, hint, tmp_path
-):
+def test_comparison_with_another_head_equals_that_of_full_logits(chunk, temperature, scale, softcap, hint, tmp_path):
     hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
     other_hidden, other_weight, other_bias, *_ = inputs(1, dtype=torch.float32)
     other_hidden, other_weight = other_hidden[:, :6], other_weight[:, :6]  # another hidden size

@@ -95,7 +95,7 @@ def test_copies_to_the_host_wait_for_their_own_devices(monkeypatch):
     assert sorted(str(device) for (device,) in waits) == ["cuda:1", "cuda:3"]
 
 
-def test_a_head_is_read_to_a_device_that_safetensors_does_not_know(tmp_path):
+def test_head_loads_to_a_device_unknown_to_safetensors(tmp_path):
     write_head(LinearHead(weight=torch.ones(3, 2), bias=torch.ones(3)), tmp_path / "head")
     head = read_head(str(tmp_path / "head"), torch.device("meta"))
     assert head.weight.device.type == head.bias.device.type == "meta"

@@ -146,7 +146,7 @@ def test_frequencies_depend_on_the_length_of_the_sequence_alone(build, rows, nam
 
 
 @pytest.mark.parametrize("model_type", PADDED)
-def test_architectures_that_cannot_be_flat_are_padded_inside_and_give_the_same(build, rows, model_type):
+def test_padded_architectures_give_equal_results(build, rows, model_type):
     keys = {"model_type": model_type, **PADDED[model_type]}
     strategy = build(random_init=keys, forward_only=True)
     assert not strategy.task_model.backbone.flat
@@ -237,7 +237,7 @@ def test_windows_in_blocks_of_queries_equal_whole_squares(monkeypatch, window, s
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_the_memory_of_a_window_grows_with_the_length_and_not_with_its_square(softcap):
+def test_window_memory_grows_linearly_with_length(softcap):
     used = []
     for length in (2048, 4096):
         query = torch.randn(1, 2, length, 8, requires_grad=True)

@@ -118,7 +118,7 @@ def test_rotary_embeddings_are_those_of_transformers(dtype, heads, tokens, size,
     torch.testing.assert_close(grad, expected, rtol=digits, atol=4 * digits)
 
 
-def test_attention_modules_use_the_fast_rotary_embedding_and_keep_their_results(build, monkeypatch):
+def test_attention_uses_fast_rotary_with_equal_results(build, monkeypatch):
     fast, plain = build().model, build(config=HFTrainConfig(fused=False)).model
     plain.load_state_dict(fast.state_dict())
     calls = []
@@ -135,7 +135,7 @@ def test_attention_modules_use_the_fast_rotary_embedding_and_keep_their_results(
     assert len(calls) == 8
 
 
-def test_attention_fills_a_cache_that_is_passed_by_its_older_name(build):
+def test_attention_fills_a_cache_passed_by_its_old_name(build):
     model = build().model
     model.set_attn_implementation("eager")
     attention, cache = model.model.layers[0].self_attn, DynamicCache(config=model.config)
@@ -171,7 +171,7 @@ def test_attention_that_calls_its_base_class_keeps_its_results():
     torch.testing.assert_close(module(x[None], cos, sin), plain)
 
 
-def test_a_norm_in_another_dtype_than_its_input_computes_as_before():
+def test_fused_norm_of_another_dtype_than_its_input_is_exact():
     module, x = norm(), torch.randn(3, 24).bfloat16()
     plain = module(x)
     assert fused.fuse(module) == 1
@@ -192,7 +192,7 @@ def test_the_number_of_threads_changes_no_bit():
         assert torch.equal(one, two)
 
 
-def test_what_is_not_finite_stays_so():
+def test_non_finite_inputs_stay_non_finite():
     x = torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [1.0, 2.0]])
     for found in (fused._RMSNorm.apply(x, torch.ones(2), 1e-5), fused._SwiGLU.apply(x, torch.ones(3, 2))):
         assert not found[:2].isfinite().all(dim=1).any()
@@ -216,14 +216,14 @@ def test_inputs_that_are_not_contiguous_are_understood():
 
 
 @pytest.mark.parametrize("module", [Gemma2RMSNorm(24), mlp("gelu"), nn.LayerNorm(24), norm().double()], ids=str)
-def test_what_computes_something_else_is_left_alone(module):
+def test_modules_with_other_formulas_are_not_fused(module):
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     assert fused.fuse(module) == 0
     assert "forward" not in vars(module)
 
 
-def test_it_can_be_turned_off(build):
+def test_fusing_can_be_disabled(build):
     replaced = [each for each in build().model.modules() if "forward" in vars(each)]
     assert len(replaced) == 2 * (5 + 1) + 1  # norms and gates of two layers, their attention, the last norm
     assert not any("forward" in vars(each) for each in build(config=HFTrainConfig(fused=False)).model.modules())

@@ -64,7 +64,7 @@ def test_the_gradient_equals_plain_transformers(build, sequences, tiny):
 @pytest.mark.parametrize(
     "split", [{"max_sequences": 1}, {"max_sequences": 2}, {"max_tokens": 10}, {"max_tokens": 3}], ids=str
 )
-def test_the_gradient_does_not_depend_on_the_split_into_microbatches(build, sequences, task, split):
+def test_gradient_does_not_depend_on_the_microbatch_split(build, sequences, task, split):
     strategy = build(task=task)
     whole, loss = summed_gradient(strategy, pack(sequences), OBJECTIVES[task])
     micros = pack(sequences, totals=count_totals(sequences), **split)
@@ -115,7 +115,7 @@ def test_a_batch_wholly_masked_has_no_gradient(build):
     assert loss == 0.0
 
 
-def test_masked_only_leaves_the_rest_zero_and_the_masked_as_they_are(build, sequences):
+def test_masked_only_zeroes_other_tokens_and_keeps_the_masked(build, sequences):
     strategy = build()
     (micro,) = pack(sequences)
     full = strategy.forward(micro, WantedOutputs(logprobs=True)).logprobs_T
@@ -146,7 +146,7 @@ def test_values_are_of_the_state_before_each_token(build, sequences, tiny):
     torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-5)
 
 
-def test_a_reward_models_last_value_is_the_score_that_transformers_gives(build, sequences, tiny):
+def test_last_value_of_a_reward_model_is_its_transformers_score(build, sequences, tiny):
     strategy = build(task="reward", forward_only=True)
     (micro,) = pack(sequences)
     values = strategy.forward(micro, WantedOutputs(values=True)).values_T
@@ -309,7 +309,7 @@ def test_a_nan_that_the_loss_made_itself_names_the_microbatch(build, sequences):
 @pytest.mark.parametrize(
     "name", ["logprobs_T", "entropy_T", "values_T", "gathered_logprobs_TK", "hidden_TH", "compared_T"]
 )
-def test_a_nan_in_any_output_that_a_loss_may_read_names_its_sequence(sequences, name):
+def test_nan_in_an_output_read_by_a_loss_names_its_sequence(sequences, name):
     (micro,) = pack(sequences)
     output = torch.zeros(micro.num_tokens, 2) if name.endswith(("K", "H")) else torch.zeros(micro.num_tokens)
     output[micro.segments_T == 2] = math.nan

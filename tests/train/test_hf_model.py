@@ -34,7 +34,7 @@ def tokenizer(tmp_path):
     return str(tmp_path / "tokenizer")
 
 
-def test_equal_seeds_give_equal_weights_and_the_random_state_stays(tiny):
+def test_equal_seeds_give_equal_weights_and_keep_the_rng_state(tiny):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one = load_model(ModelSpec(random_init=tiny, seed=1))
@@ -72,7 +72,7 @@ def test_the_tokenizer_gives_size_and_special_tokens(tiny, tokenizer):
 
 
 @pytest.mark.parametrize(("new_head", "pad"), [(True, None), (False, 1)])
-def test_the_end_token_of_a_reward_model_that_is_trained_is_no_padding(tiny, tokenizer, new_head, pad):
+def test_end_token_of_a_trained_reward_model_is_no_padding(tiny, tokenizer, new_head, pad):
     """transformers scores the last token that is not padding; training, the last token."""
     saved = AutoTokenizer.from_pretrained(tokenizer)
     saved.pad_token = saved.eos_token
@@ -143,7 +143,7 @@ def test_stored_models_that_make_no_sense_are_refused(tiny, tmp_path):
         load_model(ModelSpec(path=str(tmp_path / "model")))
 
 
-def test_an_unused_deepspeed_does_not_warn_while_a_model_is_saved(caplog):
+def test_unused_deepspeed_does_not_warn_while_saving_a_model(caplog):
     logger = logging.getLogger("DeepSpeed")
     with quiet():
         logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
@@ -171,7 +171,7 @@ def test_the_padding_is_that_of_the_tokenizer(tiny, tmp_path, stored, pad):
     assert model.config.pad_token_id == model.generation_config.pad_token_id == pad
 
 
-def test_layers_that_predict_several_tokens_are_dropped_with_a_warning(tmp_path, caplog):
+def test_multi_token_layers_are_dropped_with_a_warning(tmp_path, caplog):
     spec = write_checkpoint(tmp_path / "in", DEEPSEEK, task="causal_lm", vocab_size=61)
     description, weights = tmp_path / "in" / "config.json", tmp_path / "in" / "model.safetensors"
     keys = json.loads(description.read_text(encoding="utf-8")) | {"num_nextn_predict_layers": 1}

@@ -110,7 +110,7 @@ def test_siblings_lie_side_by_side_as_before(build, sequences):
     assert adjacent([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
 
 
-def test_weights_alone_are_enough_to_score_and_to_publish_and_not_to_train(build, sequences):
+def test_weights_alone_suffice_to_score_and_publish_not_to_train(build, sequences):
     strategy = build(training=TRAINING)
     step(strategy, sequences)
     (micro,) = pack(sequences)

@@ -119,7 +119,7 @@ def test_a_state_of_another_model_is_refused(build, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_export_is_loaded_by_transformers_and_gives_equal_logits(build, sequences, tiny, tmp_path, tied):
+def test_export_loads_in_transformers_with_equal_logits(build, sequences, tiny, tmp_path, tied):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path / "tokenizer")
@@ -151,7 +151,7 @@ def test_a_trained_critic_comes_back_through_its_export(build, sequences, tmp_pa
     torch.testing.assert_close(again.forward(micro, WantedOutputs(values=True)).values_T, values, rtol=0, atol=1e-6)
 
 
-def test_exported_weights_are_the_live_ones_and_tied_ones_come_once(build, sequences, tiny):
+def test_exported_weights_are_live_and_tied_ones_appear_once(build, sequences, tiny):
     strategy = build(random_init=tiny | {"tie_word_embeddings": True}, training=TRAINING)
     exported = dict(strategy.export_weights())
     assert "lm_head.weight" not in exported
@@ -171,7 +171,7 @@ def test_memory_is_that_of_the_tensors(build, sequences, tiny):
     assert 12 * numbers <= memory["optimizer"] < 12 * numbers + 1024
 
 
-def test_buffers_that_transformers_stores_go_along_with_the_portable_state(tmp_path):
+def test_transformers_buffers_are_in_the_portable_state(tmp_path):
     case = Case(
         provider=registry().find(TrainProvider, "hf_train"), strategy_config={}, model=ModelSpec(), training=TRAINING
     )

@@ -104,7 +104,7 @@ def test_before_the_first_step_adapters_change_nothing(build, sequences):
     assert torch.equal(logprobs(build(lora=LORA), sequences), logprobs(build(), sequences))
 
 
-def test_only_adapters_are_trained_and_the_optimizer_holds_nothing_else(build, sequences):
+def test_only_adapters_are_trained_and_in_the_optimizer(build, sequences):
     strategy = build(lora=LORA)
     base = frozen(strategy)
     before = {name: each.detach().clone() for name, each in strategy.adapters.trained().items()}
@@ -186,7 +186,7 @@ def test_a_scalar_head_is_trained_in_full(build, sequences, task):
     assert not torch.equal(exported["score.weight"], scalar_head(original.model).weight)
 
 
-def test_a_value_head_in_place_of_a_language_head_is_trained_in_full(build, sequences):
+def test_value_head_replacing_a_language_head_is_fully_trained(build, sequences):
     """Where transformers has no scoring form: the head is the output layer."""
     keys = {"model_type": "granite", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48}
     keys |= {"num_hidden_layers": 1, "num_attention_heads": 4}
@@ -196,7 +196,7 @@ def test_a_value_head_in_place_of_a_language_head_is_trained_in_full(build, sequ
     assert dict(strategy.export_weights())["lm_head.weight"].shape == (1, 32)
 
 
-def test_extra_modules_are_trained_in_full_and_the_base_keeps_its_own(build, sequences):
+def test_extra_modules_are_fully_trained_and_the_base_unchanged(build, sequences):
     strategy, plain = build(lora=EXTRA), build()
     before = logprobs(plain, sequences)
     assert torch.allclose(logprobs(strategy, sequences), before, atol=1e-5)
@@ -284,7 +284,7 @@ def test_exports_have_the_names_and_outputs_of_the_model(build, sequences, tmp_p
     torch.testing.assert_close(found[1:], logp[:-1].gather(1, tokens[1:, None])[:, 0], rtol=0, atol=3e-5)
 
 
-def test_dense_and_shared_layers_have_adapters_and_experts_do_not(build):
+def test_dense_and_shared_layers_have_adapters_but_experts_not(build):
     strategy = build(random_init=EXPERTS["deepseek_v3"], lora=LoraSpec(targets=("gate_proj",), rank=2, alpha=2.0))
     layers = {name.partition(".lora_")[0] for name in strategy.adapters.trained()}
     assert layers == {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"}
@@ -298,7 +298,7 @@ def test_layers_that_ignore_an_adapter_are_refused(build, keys, target):
         build(random_init=keys, lora=LoraSpec(targets=(target,), rank=2, alpha=2.0))
 
 
-def test_subclasses_of_linear_layers_are_adapted_if_they_are_linear(build):
+def test_linear_subclasses_are_adapted_if_they_are_linear(build):
     falcon = {"model_type": "falcon", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1}
     strategy = build(random_init=falcon | {"num_attention_heads": 4}, lora=LORA)
     layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in strategy.adapters.trained()}
@@ -313,7 +313,7 @@ def test_indexers_of_sparse_attention_have_no_adapters(build, sequences):
     assert all(each.any() for name, each in strategy.adapters.trained().items() if ".lora_B." in name)
 
 
-def test_parameters_that_are_renamed_by_a_wrapper_are_not_exported(build):
+def test_parameters_renamed_by_a_wrapper_are_refused_at_export(build):
     strategy = build(lora=LORA)
     layer = strategy.model.model.layers[0]
     layer.mlp = torch.nn.Sequential(layer.mlp)
@@ -329,7 +329,7 @@ def test_weights_that_are_one_are_not_untied(build, tiny):
     assert "lm_head.weight" not in dict(build(random_init=tied, lora=LORA).export_weights())
 
 
-def test_equal_seeds_give_equal_adapters_and_the_random_state_stays(build):
+def test_equal_seeds_give_equal_adapters_and_keep_the_rng_state(build):
     torch.manual_seed(5)
     one = build(lora=LORA)
     drawn = torch.rand(2)
@@ -343,7 +343,7 @@ def test_equal_seeds_give_equal_adapters_and_the_random_state_stays(build):
 
 
 @pytest.mark.parametrize("keys", [None, GPT2, GEMMA, MOE], ids=["qwen3", "gpt2", "gemma2", "qwen3_moe"])
-def test_merged_weights_are_those_of_peft_and_have_the_names_of_the_model(build, sequences, tiny, keys):
+def test_merged_weights_equal_peft_under_the_model_names(build, sequences, tiny, keys):
     keys = keys or tiny
     strategy = build(random_init=keys, lora=LORA)
     train(strategy, sequences)
@@ -363,7 +363,7 @@ def test_merged_weights_are_those_of_peft_and_have_the_names_of_the_model(build,
     assert all(torch.equal(merged[name], each) for name, each in expected.items())
 
 
-def test_a_model_with_merged_weights_computes_what_the_one_with_adapters_does(build, sequences, tiny):
+def test_merged_model_computes_as_the_model_with_adapters(build, sequences, tiny):
     strategy = build(lora=LORA)
     train(strategy, sequences, steps=6)
     merged = {name: each.clone() for name, each in strategy.export_weights()}
@@ -408,7 +408,7 @@ def test_parameters_that_are_shards_are_made_whole_first(build, sequences):
 
 @pytest.mark.parametrize("keys", [None, GPT2, GEMMA, MOE], ids=["qwen3", "gpt2", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_without_its_adapters_the_model_is_a_separate_reference_bit_for_bit(build, sequences, tiny, keys, dtype):
+def test_model_without_adapters_equals_a_reference_bit_for_bit(build, sequences, tiny, keys, dtype):
     keys = keys or tiny
     strategy = build(random_init=keys, lora=LORA, dtype=dtype, gradient_checkpointing=keys is tiny)
     reference = build(random_init=keys, dtype=dtype, forward_only=True)

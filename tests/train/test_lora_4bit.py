@@ -91,7 +91,7 @@ def test_the_base_model_is_what_transformers_quantizes(build, sequences, base, d
     torch.testing.assert_close(found[1:], known, rtol=0, atol=1e-5 if dtype == "fp32" else 0.05)
 
 
-def test_steps_equal_those_of_peft_and_torch_on_transformers_model(build, sequences, base):
+def test_steps_equal_peft_and_torch_on_the_transformers_model(build, sequences, base):
     strategy = build(path=base, lora=LORA, training=replace(TRAINING, lr_scheduler_type="constant"))
     config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
@@ -118,7 +118,7 @@ def test_steps_equal_those_of_peft_and_torch_on_transformers_model(build, sequen
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_merged_export_is_the_dequantized_base_and_the_adapters(build, sequences, base, tmp_path, dtype):
+def test_merged_export_is_the_dequantised_base_plus_adapters(build, sequences, base, tmp_path, dtype):
     from transformers import AutoModelForCausalLM
 
     strategy = build(path=base, lora=LORA, dtype=dtype)
@@ -171,7 +171,7 @@ def test_passes_change_no_weight_and_the_base_stays(build, sequences):
     assert not same(strategy.export_weights(), before)
 
 
-def test_memory_is_half_a_byte_per_weight_and_one_float_per_block(build):
+def test_memory_is_half_a_byte_per_weight_plus_block_scales(build):
     strategy = build(lora=LORA, training=TRAINING)
     plain = build(lora=PLAIN, training=TRAINING)
     # Two layers with seven linear layers each: sizes by hand.

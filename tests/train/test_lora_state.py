@@ -66,7 +66,7 @@ def test_a_loaded_state_continues_bit_for_bit(build, sequences, tmp_path, task, 
     assert same(resumed.adapters.trained(), straight.adapters.trained())
 
 
-def test_a_state_holds_what_is_trained_and_nothing_of_the_base_model(build, sequences, tmp_path):
+def test_state_contains_trained_weights_only(build, sequences, tmp_path):
     strategy = build(lora=LORA, training=TRAINING)
     train(strategy, sequences)
     strategy.save(tmp_path)
@@ -76,7 +76,7 @@ def test_a_state_holds_what_is_trained_and_nothing_of_the_base_model(build, sequ
     assert load_file(tmp_path / "optimizer.safetensors").keys() == moments
 
 
-def test_a_state_goes_only_on_the_base_model_that_it_was_trained_on(build, tmp_path):
+def test_state_resumes_only_on_its_base_model(build, tmp_path):
     build(lora=LORA, training=TRAINING).save(tmp_path)
     with raises_error(CheckpointError, "random_init"):
         build(lora=LORA, training=TRAINING, seed=99).load(tmp_path)
@@ -127,7 +127,7 @@ def test_a_merged_export_is_an_ordinary_model(build, sequences, tiny, tmp_path, 
     check(strategy, model, sequences, 1e-5 if dtype == "fp32" else 0.1)
 
 
-def test_the_adapters_alone_are_loaded_by_peft_onto_their_base_model(build, sequences, base, tmp_path):
+def test_exported_adapters_load_in_peft_on_their_base_model(build, sequences, base, tmp_path):
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoTokenizer
 
@@ -198,6 +198,6 @@ def test_a_critics_merged_export_comes_back(build, sequences, tmp_path):
     torch.testing.assert_close(again.forward(micro, WantedOutputs(values=True)).values_T, values, rtol=0, atol=1e-6)
 
 
-def test_adapters_of_a_model_without_a_name_are_not_exported_alone(build, tmp_path):
+def test_adapters_of_an_unnamed_model_are_not_exported_alone(build, tmp_path):
     with raises_error(UnsupportedError, "base"):
         build(lora=replace(LORA, export="adapter")).export_model(tmp_path)

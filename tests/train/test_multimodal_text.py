@@ -46,7 +46,7 @@ def of_language_model(strategy):
 
 
 @pytest.mark.parametrize("model_type", MULTIMODAL)
-def test_text_has_the_logprobs_of_transformers_and_trains_only_the_language_model(build, tmp_path, model_type):
+def test_text_logprobs_equal_transformers_and_only_llm_trains(build, tmp_path, model_type):
     spec, sequences = write_multimodal(tmp_path / "model", model_type), make_batch(61)
     settings = {"image_std": [0.5, 0.5, 0.5]}
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(settings))
@@ -64,7 +64,7 @@ def test_text_has_the_logprobs_of_transformers_and_trains_only_the_language_mode
     assert json.loads((tmp_path / "export" / "preprocessor_config.json").read_text()) == settings
 
 
-def test_a_critic_of_a_model_with_images_trains_the_language_model_and_its_head(build, tmp_path):
+def test_critic_of_a_vision_model_trains_llm_and_head(build, tmp_path):
     spec = write_multimodal(tmp_path, "qwen3_vl")
     strategy = build(path=spec.path, task="value", training=DECAY)
     assert step(strategy, make_batch(61), ValueObjective(value_clip=0.3)) == of_language_model(strategy)

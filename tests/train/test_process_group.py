@@ -16,7 +16,7 @@ def host():
     host.close()
 
 
-def test_ranks_listen_on_their_address_alone_and_admit_no_client_without_the_secret(host):
+def test_ranks_listen_on_own_address_and_require_the_secret(host):
     port = free_port()
     first, second = host.run(meet, port, "secret", ask, num_ranks=SIZE)
     assert (first["total"], second["total"]) == (3.0, 3.0)

@@ -64,7 +64,7 @@ def test_the_gradient_does_not_depend_on_the_number_of_ranks(found, name):
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_all_ranks_hold_the_same_weights_to_the_last_bit(found, name):
+def test_every_rank_has_bitwise_equal_weights(found, name):
     for each in found[name]:
         assert each["weights"] == found[name][0]["weights"]
         assert each["stats"] == found[name][0]["stats"]
@@ -96,7 +96,7 @@ def test_a_base_model_in_4_bits_is_that_of_rank_0(host, tmp_path):
         assert each["stats"][1] == each["stats"][2]
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_ends_the_call_on_all(host):
+def test_non_finite_loss_on_one_rank_ends_the_call_on_all(host):
     spoilt = SEQUENCES[4]
     errors = host.run(lose_one, 3, free_port(), MODEL, SEQUENCES, str(spoilt[0]), num_ranks=3)
     for error in errors:
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_the_call_on_all(host):
     assert sum(error.message.startswith("rank ") for error in errors) == 2
 
 
-def test_ranks_whose_rows_need_different_experts_train_as_one_rank(host, tmp_path):
+def test_ranks_with_different_experts_train_as_one_rank(host, tmp_path):
     pytest.importorskip("diffusers")
 
     def run(function, case, *arguments):

@@ -97,7 +97,7 @@ def test_a_ring_computes_what_one_rank_computes(monkeypatch, lengths, ranks, win
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_blocks_hold_every_pair_of_query_and_key_that_see_each_other_once(window):
+def test_blocks_cover_every_visible_query_key_pair_once(window):
     lengths, ranks = (3, 8, 1, 4), 2
     starts = torch.tensor([0, 3, 11, 12, 16])
     segment = torch.bucketize(torch.arange(16), starts, right=True)

@@ -157,7 +157,7 @@ def own_choices(strategy, sequences):
     return found
 
 
-def test_replaying_its_own_choices_changes_nothing_and_disagrees_nowhere(build, sequences):
+def test_replaying_own_choices_changes_nothing(build, sequences):
     strategy = build(random_init=mixture("qwen3_moe"), router_replay=True)
     (micro,) = pack(own_choices(strategy, sequences))
     replayed = strategy.forward(micro, WANT)
@@ -168,7 +168,7 @@ def test_replaying_its_own_choices_changes_nothing_and_disagrees_nowhere(build, 
 
 
 @pytest.mark.parametrize("attention", ["auto", "eager"], ids=["flat", "padded"])
-def test_disagreement_is_the_share_of_experts_that_the_router_would_not_take(build, sequences, attention):
+def test_disagreement_is_the_share_of_experts_not_chosen(build, sequences, attention):
     strategy = build(random_init=mixture("qwen3_moe"), router_replay=True, attn_implementation=attention)
     chosen = own_choices(strategy, sequences)
     # In the last layer, so that nothing after it is moved: one of two experts of the first token of sequence 2.
@@ -193,7 +193,7 @@ def test_the_objective_reports_the_mean_over_trained_tokens(build, sequences):
     assert 0.3 < metrics["routing_disagreement"] < 1
 
 
-def test_in_bf16_replay_brings_logprobs_to_those_of_another_precision(build, sequences):
+def test_bf16_replay_matches_logprobs_of_another_precision(build, sequences):
     """What this is for: the rounding of bf16 makes routers choose otherwise."""
     exact = build(random_init=mixture("qwen3_moe", num_hidden_layers=LAYERS), router_replay=True)
     (micro,) = pack(own_choices(exact, sequences))
@@ -227,7 +227,7 @@ def test_packing_leaves_unknown_tokens_to_the_router(sequences):
         pack([first, replace(sequences[2], routed_experts=np.zeros((2, LAYERS + 1, TOP_K), np.uint8))])
 
 
-def test_what_cannot_be_replayed_is_refused_by_name(build, tiny):
+def test_unsupported_replay_is_refused_by_name(build, tiny):
     with raises_error(UnsupportedError, "qwen3"):
         build(random_init=tiny, router_replay=True)
     with raises_error(ValueError, "gpt_oss"):

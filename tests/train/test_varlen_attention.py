@@ -59,7 +59,7 @@ def with_gradients(qkv, grad, how, dtype):
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("window", [0, 1, 4])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_one_call_equals_a_call_per_sequence(operators, lengths, window, sinks):
+def test_single_call_equals_a_call_per_sequence(operators, lengths, window, sinks):
     qkv, grad, sinks_H = random_tensors(lengths)
     how = AttentionOptions(
         layout=FlatLayout(lengths), scale=0.3, window=window, softcap=0.0, sinks_H=sinks_H if sinks else None

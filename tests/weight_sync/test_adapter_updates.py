@@ -73,12 +73,12 @@ def test_an_adapter_of_some_layers_and_a_smaller_rank_fits():
         ({"layers.0.o_proj.lora_B.weight": torch.ones(6, RANK)}, MissingTensorError, ("o_proj.lora_A.weight",)),
     ],
 )
-def test_what_does_not_fit_is_named(changes, error, facts):
+def test_invalid_adapter_is_named(changes, error, facts):
     with raises_error(error, *facts):
         refuse(adapter(**changes))
 
 
-def test_what_is_collected_outlives_the_memory_that_it_came_in():
+def test_collected_tensors_outlive_the_receive_buffer():
     """A transport hands out one piece of memory again and again."""
     memory, sent = torch.empty(16), adapter()
 

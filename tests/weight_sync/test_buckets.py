@@ -27,7 +27,7 @@ def test_a_tensor_is_never_cut_and_a_larger_one_travels_alone():
 
 
 @given(sizes=st.lists(st.integers(0, 200), max_size=30), bucket_bytes=st.integers(1, 2000))
-def test_every_tensor_is_in_one_bucket_in_order_apart_from_the_others(sizes, bucket_bytes):
+def test_every_tensor_is_in_one_bucket_in_order(sizes, bucket_bytes):
     buckets = plan_buckets(offered(*sizes), bucket_bytes)
     assert [part.entry.name for bucket in buckets for part in bucket.slices] == [f"t{at}" for at in range(len(sizes))]
     for bucket in buckets:
@@ -40,7 +40,7 @@ def test_every_tensor_is_in_one_bucket_in_order_apart_from_the_others(sizes, buc
         assert bucket.num_bytes <= bucket_bytes or len(bucket.slices) == 1
 
 
-def test_what_is_filled_in_can_be_read_out():
+def test_filled_bucket_can_be_read_back():
     tensors = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.int8), "c": torch.randn(4, 2).t()}
     (bucket,) = plan_buckets(make_manifest(1, tensors.items()), 1 << 20)
     memory = torch.zeros(bucket.num_bytes, dtype=torch.uint8)

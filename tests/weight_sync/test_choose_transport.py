@@ -75,7 +75,7 @@ def chosen(where, *, registry=REGISTRY, wanted=None, rejected=None, **kwargs):
         ("two hosts", "collective", ["shared", "cuda_ipc", "shm"]),
     ],
 )
-def test_the_available_transport_with_the_highest_priority_is_used(where, transport, passed_over):
+def test_available_transport_of_highest_priority_is_used(where, transport, passed_over):
     assert chosen(where) == (transport, passed_over)
 
 
@@ -84,7 +84,7 @@ def test_a_transport_that_one_strategy_does_not_list_is_not_used():
     assert chosen("one device", infers=("collective",)) == ("collective", [])
 
 
-def test_a_transport_that_failed_its_self_test_gives_way_to_the_next():
+def test_failed_self_test_falls_back_to_the_next_transport():
     assert chosen("one device", rejected={"cuda_ipc": "no peer access"}) == ("shm", ["shared", "cuda_ipc"])
     found = choose_transport(REGISTRY, *pair("one device"), rejected={"cuda_ipc": "no peer access"})
     assert found.passed_over[1] == "cuda_ipc: no peer access"
@@ -98,7 +98,7 @@ def test_a_directory_selects_the_transport_that_uses_one():
         chosen("one process", directory="/weights")
 
 
-def test_a_transport_that_uses_a_directory_names_the_key_that_is_missing():
+def test_directory_transport_names_its_missing_key():
     with pytest.raises(UnsupportedError, match=r"disk: .*model_update_dir"):
         chosen("two hosts", infers=("disk",))
 
@@ -130,7 +130,7 @@ def test_a_plugins_transport_is_used_if_the_config_names_it():
         chosen("one host", registry=registry, wanted="paper", infers=())
 
 
-def test_a_plugins_transport_with_a_priority_takes_part_in_the_choice():
+def test_plugin_transport_with_a_priority_can_be_chosen():
     registry = registry_with(paper(priority=45))
     assert chosen("one device", registry=registry) == ("paper", ["shared"])
     listed_only = registry_with(paper(priority=45, any_strategy=False))

@@ -76,7 +76,7 @@ def facts(role, *workers, follower=None):
         ),
     ],
 )
-def test_the_backend_is_the_platform_s_where_every_end_is_on_a_device_of_its_own(train, infer, backend, why):
+def test_backend_is_the_platforms_if_every_rank_has_a_device(train, infer, backend, why):
     routes = CollectiveTransport().routes(facts("actor_train", *train), facts("actor_infer", *infer))
     assert (routes[0].options["backend"], routes[0].note) == (backend, why)
     assert routes[0].self_test == (backend != "gloo")
@@ -137,7 +137,7 @@ def in_thread(act):
     return thread
 
 
-def test_a_registered_backend_carries_several_publishes_by_one_group(stand_in):
+def test_registered_backend_reuses_one_group_for_all_publishes(stand_in):
     sender = sender_of()
     held = []
 
@@ -266,7 +266,7 @@ def test_a_backend_that_this_torch_does_not_have_is_named():
         groups.make_group("madeup", "cpu", None, 0, 2, groups.LOOPBACK, Deadline(1))
 
 
-def test_between_processes_weights_arrive_and_faults_are_named_as_with_gloo():
+def test_processes_receive_weights_and_name_faults_as_with_gloo():
     train, infer = ProcessGroup("actor_train", "train", 1), ProcessGroup("actor_infer", "generate", 2)
 
     async def scenario():

@@ -46,7 +46,7 @@ def receive(address, manifest, held, rank=0, pause_s=0.0, publishes=1):
     receiver.close()
 
 
-def test_receivers_hold_what_was_sent_also_where_the_memory_is_full_and_one_is_slow(monkeypatch):
+def test_receivers_get_all_tensors_with_full_memory_or_slow_peer(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "BUCKET_BYTES", BUCKET)
     tensors = {f"{number}": torch.full((number % 5 * 1500 + 7,), float(number)) for number in range(40)}
     tensors["larger than a bucket"] = torch.randn(10_000)
@@ -145,7 +145,7 @@ def test_between_publishes_neither_end_holds_the_memory():
         ("the one device", "invalid-context", ("invalid-context",)),
     ],
 )
-def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch, name, refuses, facts):
+def test_unopenable_memory_ends_the_publish_on_both_sides(monkeypatch, name, refuses, facts):
     manifest = make_manifest(1, [("a", torch.arange(100))])
     sender = sender_of((0,))
     kind = HostMemory(name)
@@ -168,7 +168,7 @@ def test_memory_that_cannot_be_opened_ends_the_publish_at_both_ends(monkeypatch,
     sender.close()
 
 
-def test_a_device_without_memory_left_says_how_much_was_asked_for(monkeypatch, device):
+def test_out_of_device_memory_names_the_requested_bytes(monkeypatch, device):
     def allocate(num_bytes, device):
         raise torch.OutOfMemoryError("out of memory")
 

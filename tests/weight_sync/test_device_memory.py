@@ -63,7 +63,7 @@ def cuda(monkeypatch):
     return calls
 
 
-def test_what_torch_is_told_to_open_is_what_it_said_when_it_lent(cuda):
+def test_opened_handle_equals_the_shared_handle(cuda):
     memory = torch.zeros(4096, dtype=torch.uint8)
     told = reductions.reduce_tensor(memory)[1]
     handle = DeviceMemory().share(memory)
@@ -108,7 +108,7 @@ def test_a_field_of_another_type_is_refused(cuda, field, value):
     assert cuda.opened is None
 
 
-def test_fields_too_many_or_too_few_and_bytes_outside_the_storage_are_refused():
+def test_invalid_handle_fields_and_ranges_are_refused():
     values = HANDLE.model_dump()
     with raises_error(WeightSyncError, "function"):
         CudaHandle.unpacked(msgpack.packb(values | {"function": "os.system"}))
@@ -143,7 +143,7 @@ def test_whatever_bytes_arrive_the_answer_is_an_error_of_ours(data):
         ),
     ],
 )
-def test_expandable_segments_are_off_while_memory_to_be_lent_is_allocated(monkeypatch, variables, wanted):
+def test_expandable_segments_are_off_while_allocating_shared(monkeypatch, variables, wanted):
     for name in ALLOCATOR_OPTIONS:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

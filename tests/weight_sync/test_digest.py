@@ -99,7 +99,7 @@ def test_swapped_words_and_swapped_chunks_change_the_digest():
     assert len({digest(tensor), digest(words), digest(chunks)}) == 3
 
 
-def test_two_flipped_signs_do_not_cancel():
+def test_digest_changes_if_two_signs_flip():
     # What a sum of words times odd numbers, modulo 2**64, would miss: the top bits of two words.
     tensor = torch.ones(1000, dtype=torch.float64)
     flipped = tensor.clone()

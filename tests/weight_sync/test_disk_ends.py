@@ -60,7 +60,7 @@ def files_below(where):
     return files.find(path)
 
 
-def test_two_receivers_read_what_was_written_publish_after_publish(where):
+def test_every_receiver_reads_every_publish(where):
     sender = sender_of(2, where)
     found = [[], []]
     threads = [receive_in_thread(sender.address, rank, found[rank]) for rank in range(2)]
@@ -117,7 +117,7 @@ def test_a_sender_that_closes_frees_receivers_that_wait(where):
     assert files_below(where) == []
 
 
-def test_a_sender_that_writes_nothing_is_not_waited_for_after_the_deadline(where):
+def test_silent_sender_raises_at_the_deadline(where):
     sender = sender_of(1, where)
     receiver = receiver_of(sender.address, 0)
     with raises_error(SenderLostError, "bucket-0"):
@@ -156,7 +156,7 @@ def test_only_what_the_dead_of_this_host_left_is_removed(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(kept)
 
 
-def test_what_the_dead_of_another_user_left_is_no_error(tmp_path, monkeypatch):
+def test_files_of_another_users_dead_process_are_no_error(tmp_path, monkeypatch):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     left = tmp_path / f"{disk.PREFIX}{hostname()}-{gone.pid}-ab"

@@ -30,7 +30,7 @@ def weights(seed):
     return {name: torch.randn(40, 3, generator=generator) for name in ("embed", "head")}
 
 
-def test_an_update_after_a_shared_one_leaves_the_trainers_memory_alone():
+def test_update_after_a_shared_one_keeps_the_trainer_memory():
     update = updater()
     engine = SimpleNamespace(parameters=weights(0), owned=True)
 
@@ -51,7 +51,7 @@ def test_an_update_after_a_shared_one_leaves_the_trainers_memory_alone():
     publish(5, live, shared=True)
 
 
-def test_the_transport_of_the_page_has_both_endpoints_and_says_when_it_is_not_available():
+def test_transport_example_has_both_endpoints_and_availability():
     transport = example(1)["RdmaTransport"]()
     sender = transport.sender(SenderSetup(receivers=(0,), bucket_bytes=1))
     receiver = transport.receiver(

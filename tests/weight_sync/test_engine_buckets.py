@@ -73,7 +73,7 @@ def test_strided_tensors_arrive_in_their_own_order():
     assert arrived.tolist() == matrix.t().tolist()
 
 
-def test_what_arrived_stays_when_the_bucket_is_filled_again(devices):
+def test_received_tensors_survive_a_refilled_bucket(devices):
     arrived, count = sent_through([("a", torch.full((8,), 1.0)), ("b", torch.full((8,), 2.0))], 32, devices)
     assert count == 2
     assert arrived[0][1].tolist() == [1.0] * 8
@@ -88,7 +88,7 @@ def engine(monkeypatch):
     group.close()
 
 
-def test_the_engine_s_process_reads_the_memory_of_its_device_bucket_after_bucket(engine):
+def test_engine_process_reads_device_buckets_in_turn(engine):
     tensors = [("a", torch.arange(60.0)), ("b", torch.arange(60.0) * 2), ("c", torch.ones(5))]
 
     async def scenario():
@@ -116,7 +116,7 @@ def test_the_engine_s_process_reads_the_memory_of_its_device_bucket_after_bucket
         (("the one device", "no peer access"), "RuntimeError: no peer access"),
     ],
 )
-def test_a_process_that_cannot_read_its_device_gets_buckets_by_the_host(engine, caplog, device, words):
+def test_process_without_device_access_gets_host_buckets(engine, caplog, device, words):
     caplog.set_level(logging.WARNING)
 
     async def scenario():

@@ -187,7 +187,7 @@ def test_experts_are_digested_one_at_a_time_in_the_sent_dtype():
     assert Experts(sent[[1, 0, 2]]).act("digest", [(name, "BF16", "")]) != {name: digest(sent)}
 
 
-def test_a_value_that_the_sent_dtype_does_not_have_is_not_rounded_to_it():
+def test_value_outside_the_sent_dtype_is_not_rounded():
     sent = torch.randn(E, H, I).bfloat16()
     wider = sent.float()
     wider[1, 2, 3] *= 1 + 2**-20

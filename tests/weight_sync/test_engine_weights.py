@@ -108,7 +108,7 @@ def update(weights, sent, manifest=None):
 SENT = {"a": torch.arange(6.0).view(3, 2), "b": torch.randn(3, 2)}
 
 
-def test_every_process_loads_the_buckets_and_the_digests_are_of_what_it_has():
+def test_every_process_loads_and_digests_its_own_weights():
     # Two pipeline stages, the second with two tensor-parallel ranks, of which rank 0 returns digests.
     processes = Processes(model(0, ("a",)), model(0, ("b",)), model(1, ("b",)))
     found = update(ModelWeights(processes, 24, ()), SENT)
@@ -121,7 +121,7 @@ def test_every_process_loads_the_buckets_and_the_digests_are_of_what_it_has():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_wrong_copy_of_two_shows_in_the_digests(rank):
+def test_wrong_copy_of_a_tensor_shows_in_the_digests(rank):
     """Two data-parallel ranks, each with a copy of every tensor."""
     processes = Processes(model(), model())
     update(ModelWeights(processes, 24, ()), SENT)
@@ -138,7 +138,7 @@ def test_one_wrong_copy_of_two_shows_in_the_digests(rank):
         (SENT | {"b": torch.zeros(2, 2)}, CorruptTensorError, "b"),
     ],
 )
-def test_a_manifest_of_another_model_is_rejected_before_anything_is_loaded(sent, error, name):
+def test_manifest_of_another_model_is_rejected_before_loading(sent, error, name):
     processes = Processes(model())
     with raises_error(error, WHO, name):
         update(ModelWeights(processes, 24, ()), sent)
@@ -208,7 +208,7 @@ def test_an_update_that_fails_is_finished_too():
     assert processes.steps == ["begin", "finish"]
 
 
-def test_an_adapter_is_written_for_the_engine_and_read_back_without_the_buffers_padding():
+def test_adapter_is_written_and_read_back_without_padding():
     sent = {A: torch.randn(1, 2), B: torch.randn(3, 1)}
     processes = Processes(model())
     processes.processes[0].buffers[A][:1], processes.processes[0].buffers[B][:, :1] = sent[A], sent[B]

@@ -70,7 +70,7 @@ MATRICES = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=2,
 
 
 @given(MATRICES)
-def test_every_value_becomes_the_nearest_number_at_its_rows_scale(matrix):
+def test_values_round_to_nearest_at_their_row_scale(matrix):
     weight, scale = quantise_rows(torch.from_numpy(matrix))
     codes = weight.view(torch.uint8).numpy()
     for row, (scaled,) in enumerate(scale.numpy()):
@@ -161,7 +161,7 @@ STACKS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=3, m
 
 
 @given(STACKS, st.integers(1, 3), st.integers(1, 12))
-def test_every_value_becomes_the_nearest_number_at_its_blocks_scale(stack, side, chunk):
+def test_values_round_to_nearest_at_their_block_scale(stack, side, chunk):
     """Also of experts, and whatever number is rounded at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "BLOCK", side)
@@ -179,7 +179,7 @@ def test_every_value_becomes_the_nearest_number_at_its_blocks_scale(stack, side,
             assert codes[rows, columns].tolist() == expected
 
 
-def test_blocks_have_128_rows_and_columns_and_smaller_ones_at_the_edge():
+def test_blocks_are_128_by_128_and_smaller_at_the_edge():
     weight = torch.randn(2, 300, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
     found, scale = quantise_blocks(weight)
     assert scale.shape == (2, 3, 2)
@@ -216,7 +216,7 @@ def test_matrices_without_elements_have_scales_of_blocks_too(shape):
         ("transformer.h.0.attn.c_attn.weight", False),
     ],
 )
-def test_what_belongs_to_the_layers(name, travels):
+def test_layer_weights_are_recognised_by_name(name, travels):
     assert is_layers_weight(name) is travels
 
 
@@ -242,7 +242,7 @@ def test_a_matrix_is_followed_by_its_scales_and_the_rest_is_cast():
     ]
 
 
-def test_experts_have_scales_of_blocks_and_their_router_is_not_rounded():
+def test_experts_have_block_scales_and_an_unrounded_router():
     moe = {
         "model.layers.0.mlp.gate.weight": torch.ones(2, 4),
         "model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 260, 4),
@@ -264,7 +264,7 @@ def test_experts_have_scales_of_blocks_and_their_router_is_not_rounded():
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_named_once_the_export_is_over(wrong):
+def test_non_finite_tensors_are_named_after_the_export(wrong):
     tensors, seen = model(), []
     tensors["layers.0.proj.weight"][1, 0] = wrong
 
@@ -366,7 +366,7 @@ def test_buckets_do_not_change_what_is_sent(with_duo):
 
 
 @pytest.mark.parametrize("transport", ["shared", "shm"])
-def test_a_publish_of_what_is_not_finite_fails_and_the_next_one_works(with_duo, transport):
+def test_publish_of_non_finite_weights_fails_and_the_next_works(with_duo, transport):
     async def scenario(duo):
         await WorkerCall(duo.train, "set_fault").all("in_layers")
         one = publisher(duo, transport)

@@ -105,7 +105,7 @@ WAYS = pytest.mark.parametrize("way", [into_vllm, into_sglang])
 
 
 @WAYS
-def test_what_comes_on_the_host_goes_by_the_host(way, monkeypatch):
+def test_host_tensors_are_loaded_through_the_host(way, monkeypatch):
     process = EngineProcess()
     asyncio.run(way(process, TENSORS, monkeypatch))
     assert process.ways == {"host"}
@@ -113,7 +113,7 @@ def test_what_comes_on_the_host_goes_by_the_host(way, monkeypatch):
 
 
 @WAYS
-def test_what_comes_on_a_device_stays_there_and_leaves_nothing_on_it(way, monkeypatch):
+def test_device_tensors_stay_on_the_device_and_are_freed(way, monkeypatch):
     monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
     process = EngineProcess()
     left = asyncio.run(way(process, TENSORS, monkeypatch))
@@ -123,7 +123,7 @@ def test_what_comes_on_a_device_stays_there_and_leaves_nothing_on_it(way, monkey
 
 
 @WAYS
-def test_where_the_engine_cannot_open_it_a_warning_says_why_and_weights_arrive_all_the_same(way, monkeypatch, caplog):
+def test_unopenable_device_memory_warns_and_uses_the_host(way, monkeypatch, caplog):
     caplog.set_level(logging.WARNING)
     monkeypatch.setitem(device_memory.KINDS, "cpu", kind := HostMemory())
     kind.refuses = "peer access is not supported"
@@ -135,7 +135,7 @@ def test_where_the_engine_cannot_open_it_a_warning_says_why_and_weights_arrive_a
 
 
 @WAYS
-def test_a_tensor_that_does_not_come_is_named_and_leaves_nothing_on_the_device(way, monkeypatch):
+def test_missing_tensor_is_named_and_device_memory_freed(way, monkeypatch):
     monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
     with raises_error(MissingTensorError, "version 1"):
         asyncio.run(way(EngineProcess(), {name: TENSORS[name] for name in ("a", "b", "none")}, monkeypatch))

@@ -33,7 +33,7 @@ def test_receivers_that_keep_up_are_sent_the_same_memory_again():
     assert {room.take(2 << 20, max(0, number - 1)) for number in range(40)} == {0, 2 << 20}
 
 
-def test_a_large_tensor_that_is_being_read_leaves_room_for_as_much_again():
+def test_large_tensor_being_read_leaves_as_much_free_space():
     small = [2 << 20] * 60
     room = room_for(AnonymousMemory, 100 << 20, *small)
     assert room.take(100 << 20, 0) == 0
@@ -45,5 +45,5 @@ def test_a_large_tensor_that_is_being_read_leaves_room_for_as_much_again():
 
 
 @pytest.mark.parametrize(("largest_mib", "room_mib"), [(100, 200), (256, 512), (400, 512), (600, 600)])
-def test_on_a_device_there_is_room_for_two_buckets_or_the_largest_tensor(largest_mib, room_mib):
+def test_device_has_space_for_two_buckets_or_the_largest_tensor(largest_mib, room_mib):
     assert room_for(IpcMemory, largest_mib << 20).num_bytes == room_mib << 20

@@ -114,14 +114,14 @@ class RoutingEngine(Engine):
         return found
 
 
-def test_with_router_replay_tokens_have_the_experts_of_each_replica():
+def test_router_replay_tokens_have_the_experts_of_every_replica():
     engine = RoutingEngine([0, -1, -2, -3], [0, -1, -2, -4], [0, -1, -2, -3.5])
     found = readings(ReplayingTrainer(), engine, replays_experts=True)
     assert {rank: mean_gap(reading.fixed) for rank, reading in found.items()} == {0: 0, 1: 0, 2: pytest.approx(0.5)}
     assert {rank: mean_gap(reading.sampled) for rank, reading in found.items()} == {0: 0.5, 1: 1.5, 2: 2.5}
 
 
-def test_each_replica_has_a_gap_of_its_own():
+def test_every_replica_has_a_separate_gap():
     engine = Engine([0, -1, -2, -3], [0, -1, -2, -6], [0, -1.3, -2, -3])
     assert probe(Trainer(0, -1, -2, -3), engine) == {0: 0, 1: pytest.approx(1.0), 2: pytest.approx(0.1)}
 
@@ -151,7 +151,7 @@ def test_an_engine_without_seeds_gets_none(seeds, sent):
     assert engine.seeds == sent
 
 
-def test_tokens_that_an_engine_sampled_are_compared_also_without_prompt_logprobs():
+def test_sampled_tokens_are_compared_without_prompt_logprobs():
     # |-4 - -2|, |-2 - -1|: logprobs that are doubled.
     engine = Engine([], sampled=[2, 1], logprobs=[-4, -2])
     (reading,) = readings(Trainer(0, -1, -2, -3), engine, prompt_logprobs=False).values()
@@ -160,7 +160,7 @@ def test_tokens_that_an_engine_sampled_are_compared_also_without_prompt_logprobs
 
 
 @pytest.mark.parametrize("sampled", [[], [9], [-1]])
-def test_sampled_ids_that_the_trainer_does_not_have_are_left_to_the_rollouts_checks(sampled):
+def test_unknown_sampled_ids_are_not_compared(sampled):
     engine = Engine([0, -1, -2, -3], sampled=sampled, logprobs=[-1.0] * len(sampled))
     assert readings(Trainer(0, -1, -2, -3), engine)[0].sampled == (None,)
 

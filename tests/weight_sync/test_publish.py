@@ -32,7 +32,7 @@ BETWEEN_PROCESSES = pytest.mark.parametrize("transport", COPYING)
 
 
 @EVERYWHERE
-def test_every_receiver_holds_what_the_trainer_has_publish_after_publish(with_duo, transport):
+def test_every_receiver_has_the_trainer_weights_after_publishes(with_duo, transport):
     async def scenario(duo):
         for version in range(3):
             report = await duo.publisher.publish(version)
@@ -61,7 +61,7 @@ def test_shared_hands_over_the_very_memory(with_duo):
     with_duo("shared", scenario, receivers=1)
 
 
-def test_an_engine_that_copies_what_is_shared_answers_with_digests(with_duo):
+def test_engine_that_copies_shared_weights_returns_digests(with_duo):
     async def scenario(duo):
         await duo.fault("clone", 0)
         await duo.publisher.publish(0)
@@ -128,7 +128,7 @@ def test_digests_that_devices_compute_prove_a_publish(with_duo, transport):
 
 
 @BETWEEN_PROCESSES
-def test_a_receiver_that_claims_a_version_with_the_values_of_the_one_before_is_stale(with_duo, transport):
+def test_receiver_with_values_of_the_previous_version_is_stale(with_duo, transport):
     async def scenario(duo):
         await duo.publisher.publish(3)
         await duo.step()
@@ -150,7 +150,7 @@ def test_a_version_older_than_the_one_held_is_refused(with_duo, transport):
 
 
 @EVERYWHERE
-def test_an_optimizer_step_that_changes_nothing_is_an_error_that_mentions_the_learning_rate(with_duo, transport):
+def test_unchanged_optimizer_step_raises_and_names_learning_rate(with_duo, transport):
     async def scenario(duo):
         await duo.publisher.publish(0)
         await duo.publisher.publish(0)  # the same version again is no claim that something changed
@@ -164,7 +164,7 @@ def test_an_optimizer_step_that_changes_nothing_is_an_error_that_mentions_the_le
 
 
 @EVERYWHERE
-def test_steps_without_gradient_may_change_nothing_but_a_later_one_may_not(with_duo, transport):
+def test_steps_without_gradient_may_keep_weights_others_not(with_duo, transport):
     async def scenario(duo):
         await duo.publisher.publish(0, changed_at=0)
         for version in (1, 2):  # as after steps whose gradient was exactly zero
@@ -229,7 +229,7 @@ def test_a_receiver_that_sleeps_is_silent_after_the_deadline(with_duo, transport
 
 
 @BETWEEN_PROCESSES
-def test_a_silent_receiver_s_error_names_a_tensor_it_did_not_take(with_duo, transport):
+def test_silent_receiver_error_names_a_missing_tensor(with_duo, transport):
     async def scenario(duo):
         await duo.fault("sleep:embed", 1)
         duo.deadline(3.0)
@@ -256,7 +256,7 @@ def test_a_killed_receiver_is_the_error_not_its_echo(with_duo, transport, tensor
 
 
 @BETWEEN_PROCESSES
-def test_a_receiver_that_exits_before_it_connects_frees_the_sender(with_duo, transport):
+def test_receiver_that_exits_before_connecting_frees_the_sender(with_duo, transport):
     async def scenario(duo):
         duo.deadline(60.0)
         os.kill(duo.infer.members[1].pid, signal.SIGKILL)

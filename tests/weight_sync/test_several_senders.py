@@ -38,7 +38,7 @@ def publisher_between(train, infer, sources):
     return WeightPublisher(train, infer, plan)
 
 
-def test_each_engine_is_fed_from_its_own_device(monkeypatch):
+def test_every_engine_is_sent_to_from_its_own_device(monkeypatch):
     monkeypatch.setitem(device_memory.KINDS, "cpu", HostMemory())
 
     async def scenario(train, infer):
@@ -75,7 +75,7 @@ def test_replicas_of_the_trainer_that_have_diverged_are_found():
 
 
 @pytest.mark.parametrize("victim", ["engine", "trainer"])
-def test_who_dies_is_named_and_the_others_are_free_again(victim):
+def test_dead_worker_is_named_and_the_others_are_freed(victim):
     async def scenario(train, infer):
         publisher = publisher_between(train, infer, (0, 1))
         await publisher.publish(0)
@@ -89,7 +89,7 @@ def test_who_dies_is_named_and_the_others_are_free_again(victim):
     with_groups(2, 2, scenario)
 
 
-def test_a_self_test_says_why_memory_cannot_be_shared_and_leaves_the_workers_free():
+def test_failed_self_test_gives_its_reason_and_frees_the_workers():
     async def scenario(train, infer):
         await WorkerCall(infer, "use_device").at(1, "the one device", "peer access is not supported")
         with raises_error(WeightSyncError, "actor_infer rank 1", "access"):
@@ -150,7 +150,7 @@ def test_equal_names_on_two_hosts_are_two_devices():
 
 
 @pytest.mark.parametrize("error", [ReceiversLostError("left", disconnected=(0,)), UnexpectedTensorError("left")])
-def test_a_sender_that_gives_up_ends_its_export_because_other_ranks_are_in_it(monkeypatch, error):
+def test_failed_sender_finishes_its_export_for_other_ranks(monkeypatch, error):
     exported = []
 
     class Exporting(Trainer):
@@ -179,7 +179,7 @@ def test_a_sender_that_gives_up_ends_its_export_because_other_ranks_are_in_it(mo
     assert exported == ["hung up", *strategy.tensors]
 
 
-def test_after_a_failed_send_every_rank_takes_part_in_the_same_exports(monkeypatch):
+def test_after_a_failed_send_all_ranks_join_the_same_exports(monkeypatch):
     exports = {0: 0, 1: 0}
 
     class Exporting(Trainer):
@@ -213,7 +213,7 @@ def test_after_a_failed_send_every_rank_takes_part_in_the_same_exports(monkeypat
         assert exports == {0: attempt + 2, 1: attempt + 2}
 
 
-def test_each_publish_is_described_by_its_own_export(monkeypatch):
+def test_every_publish_is_described_by_its_own_export(monkeypatch):
     """One trainer, and engines that take other tensors of it: an adapter, or fp8 from other ranks."""
 
     class Exporting(Trainer):

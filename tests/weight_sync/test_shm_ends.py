@@ -51,7 +51,7 @@ def assert_transfers(sender, manifest):
         assert all(torch.equal(held[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_two_ends_in_one_process_understand_each_other():
+def test_endpoints_in_one_process_transfer_tensors():
     assert_transfers(sender_of(1), make_manifest(1, TENSORS.items()))
 
 
@@ -75,7 +75,7 @@ def test_a_stranger_gets_no_memory_and_disturbs_nobody():
     stranger.close()
 
 
-def test_a_connection_that_says_nothing_does_not_keep_a_receiver_out():
+def test_silent_connection_does_not_block_a_receiver():
     sender = sender_of(1)
     silent = socket.socket(socket.AF_UNIX)
     silent.connect(f"\0{sender.address.partition(':')[2]}")
@@ -114,7 +114,7 @@ def test_a_sender_that_fills_nothing_is_silent_at_the_deadline():
     sender.close()
 
 
-def test_a_slow_receiver_is_waited_for_where_there_is_no_room_and_holds_what_the_fast_ones_hold(monkeypatch):
+def test_slow_receiver_gets_all_tensors_when_buffers_are_full(monkeypatch):
     monkeypatch.setattr(shm, "BUFFER_BYTES", 3 * BUCKET)
     tensors = {f"{number}": torch.full((number % 5 * 1500 + 7,), float(number)) for number in range(60)}
     manifest = make_manifest(1, tensors.items())

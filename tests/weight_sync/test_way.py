@@ -106,7 +106,7 @@ def test_memory_of_the_shared_device_is_lent(way, caplog):
         (("the one device", "invalid device context"), "invalid device context"),
     ],
 )
-def test_if_it_cannot_be_shared_the_log_says_why_and_the_next_transport_is_used(way, caplog, device, why):
+def test_unsharable_memory_logs_why_and_uses_the_next_transport(way, caplog, device, why):
     caplog.set_level(logging.INFO)
     publisher, recorded = way(ALL, lambda _, infer: WorkerCall(infer, "use_device").all(*device))
     assert publisher.plan.transport.name == recorded == "shm"
@@ -130,13 +130,13 @@ def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
     assert "this torch has no collective backend madeup" in said(caplog)
 
 
-def test_a_third_partys_transport_is_tested_and_used_if_the_config_names_it(way):
+def test_third_party_transport_is_tested_and_used_if_configured(way):
     publisher, recorded = way(ALL, as_it_is, "acme")
     assert publisher.plan.transport.name == recorded == "acme"
     assert publisher.plan.route.self_test
 
 
-def test_an_engine_that_exits_during_the_self_test_is_an_error_and_not_a_reason(way, monkeypatch):
+def test_engine_exit_during_the_self_test_is_an_error(way, monkeypatch):
     async def dies(publisher):
         raise WorkerDiedError("actor_infer", 0, "here", "receive_weights", "its process was killed")
 
