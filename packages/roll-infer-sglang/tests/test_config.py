@@ -127,8 +127,31 @@ def test_lengths_that_it_cannot_serve_are_refused():
         SglangConfig(context_length=2047).check_lengths(1024, 1024)
 
 
+@pytest.mark.parametrize(
+    ("keys", "fits"),
+    [
+        ({"model_type": "mistral", "sliding_window": 48}, True),
+        ({"model_type": "mistral", "sliding_window": 47}, False),
+        ({"model_type": "mistral", "sliding_window": None}, True),
+        ({"model_type": "phi3", "sliding_window": 47}, False),
+        ({"model_type": "qwen2", "sliding_window": 47}, True),
+        ({"model_type": "qwen2", "sliding_window": 47, "use_sliding_window": False}, True),
+        ({"model_type": "qwen2", "sliding_window": 47, "use_sliding_window": True}, False),
+        ({"model_type": "gemma3_text", "sliding_window": 8}, True),  # SGLang computes its window
+        ({}, True),
+    ],
+    ids=str,
+)
+def test_sequences_beyond_a_window_that_it_ignores_are_refused(keys, fits):
+    if fits:
+        return SglangConfig().check_positions(keys, 32, 16)
+    with raises_error(ValueError, "sliding_window", "47", "48", str(keys["model_type"])):
+        SglangConfig().check_positions(keys, 32, 16)
+
+
 RUN = """\
 pipeline: rlvr
+prompt_length: 1024
 actor_train:
   data_args: {file_name: rows.jsonl}
   strategy_args: {strategy_name: hf_train}
@@ -151,11 +174,20 @@ def problems(folder, config, *overrides, needs=False):
 
 def test_lengths_experts_and_nodes_are_mistakes_where_they_are_written(tmp_path):
     at = "actor_infer.strategy_args.strategy_config"
-    assert problems(tmp_path, "{page_size: 1, context_length: 2047}") == [(6, 90, at)]
+    assert problems(tmp_path, "{page_size: 1, context_length: 2047}") == [(7, 90, at)]
     assert problems(tmp_path, "{context_length: 2048}") == []
     experts = "actor_train.model_args.random_init={model_type: qwen3_moe, num_experts: 6}"
     assert problems(tmp_path, "{page_size: 1, ep_size: 2}", experts) == []
-    assert problems(tmp_path, "{page_size: 1, ep_size: 4}", experts) == [(6, 59, at)]
+    assert problems(tmp_path, "{page_size: 1, ep_size: 4}", experts) == [(7, 59, at)]
     assert [key for *_, key in problems(tmp_path, "{enable_eplb: true}", experts)] == [at]
     spread = ("num_gpus_per_node=4", "actor_infer.device_mapping=[3,4]")
     assert [key for *_, key in problems(tmp_path, "{tp_size: 2}", *spread)] == ["actor_infer.device_mapping"]
+
+
+def test_a_window_that_it_ignores_is_a_mistake_at_the_lengths(tmp_path):
+    def at_length(window):
+        mistral = f"actor_train.model_args.random_init={{model_type: mistral, sliding_window: {window}}}"
+        return [each for each in problems(tmp_path, "{}", mistral, needs=True) if each[2] == "prompt_length"]
+
+    assert at_length(2047) == [(2, 16, "prompt_length")]
+    assert at_length(2048) == []

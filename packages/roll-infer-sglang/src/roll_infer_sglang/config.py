@@ -27,6 +27,8 @@ MIXTURES = frozenset(
     }
 )
 """Types of mixtures of experts that tests have published, read back and computed."""
+WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
+"""Types whose SGLang code computes full attention in layers with a sliding window, with every `attention_backend`."""
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,6 +92,19 @@ class SglangConfig(_EngineKeys):
             self.check_experts(keys, self.tp_size)
         elif self.ep_size != 1:
             raise ValueError(f"ep_size {self.ep_size} needs a mixture of experts, and this model has none")
+
+    def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
+        """Also raise `ValueError` if prompt plus response exceeds a sliding window that SGLang ignores."""
+        super().check_positions(keys, prompt, response)
+        model_type, window = str(keys.get("model_type")), keys.get("sliding_window")
+        # transformers' Qwen uses its window only if the config says so.
+        used = keys.get("use_sliding_window", not model_type.startswith("qwen"))
+        if model_type in WITHOUT_WINDOWS and used and isinstance(window, int) and window < prompt + response:
+            raise ValueError(
+                f"SGLang computes full attention for a model of type {model_type}, whose sliding_window is {window}"
+                f" tokens, fewer than prompt_length {prompt} + response_length {response} = {prompt + response}: lower"
+                " them, or use another engine"
+            )
 
     def check_experts(self, keys: Mapping[str, Any], num_slots: int | None) -> None:
         """Same for a mixture of experts on `num_slots` slots per worker; None if their number is not known."""
