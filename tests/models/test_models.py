@@ -25,8 +25,8 @@ from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_infer_hf import decoder
 from roll_infer_sglang.engine_environment import engine_environment as sglang_environment
 from roll_infer_vllm.engine_environment import engine_environment as vllm_environment
-from roll_modeling.architectures import ROUNDING, model_table
 from roll_modeling.model import load_model
+from roll_modeling.model_table import ROUNDING, model_table
 from roll_strategy_megatron.config import MegatronConfig
 from roll_testing import model_trials
 from roll_testing.bench import Case

@@ -7,7 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from roll_modeling.architectures import ON_A_CPU, ROUNDING, model_table
+from roll_modeling.model_table import ON_A_CPU, ROUNDING, model_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- table: tests/models/test_models_docs.py -->\n", "<!-- end -->\n"

@@ -38,7 +38,7 @@ PUBLIC = {
     ),
     "roll_kernels": ("extensions",),
     "roll_modeling": (
-        *("export", "logprobs", "lora", "memory", "model", "offload", "optimizer"),
+        *("export", "logprobs", "lora", "memory", "model", "offload", "optimizer", "portable_files"),
         *("portable_state", "process_group", "state_files", "strategy", "task_model"),
     ),
     "roll_weight_transports": ("bucket_plan", "digests"),

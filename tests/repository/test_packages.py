@@ -70,7 +70,6 @@ DISTRIBUTIONS = {
 TEMPLATES = {"templates", "starters"}
 """Folders with files of other packages."""
 UNDECLARED = {
-    ("roll-core", "roll-modeling"): "strategies with `portable_state` require it",
     ("roll-infer-sglang", "requests"): "part of sglang's server",
     ("roll-infer-vllm", "uvicorn"): "part of vLLM's server",
     ("roll-kernels", "hatchling"): "runs the build hook that imports it",

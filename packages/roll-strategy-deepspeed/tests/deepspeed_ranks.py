@@ -16,7 +16,7 @@ PRELOAD = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.optimization",
-    "roll_modeling.architectures",
+    "roll_modeling.model_table",
     "roll_modeling.lora",
     "roll_testing.programs",
     "roll_strategy_deepspeed.config",

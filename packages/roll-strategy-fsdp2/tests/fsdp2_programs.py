@@ -30,7 +30,7 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.optimization",
-    "roll_modeling.architectures",
+    "roll_modeling.model_table",
     "roll_modeling.lora",
     "peft",
     "roll_strategy_fsdp2.config",

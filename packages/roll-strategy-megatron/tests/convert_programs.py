@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll_modeling.portable_files import write_portable_state
 from roll_testing.bench import Case, built, take_step
 
 
@@ -13,5 +12,5 @@ def write_and_export(rank, case: Case, steps, folder, out):
     with built(case, rank) as strategy:
         for step in steps:
             take_step(strategy, step)
-        write_portable_state(strategy.export_state(), case.model, Path(folder), leads=rank == 0)
+        strategy.save_portable(Path(folder))
         strategy.export_model(Path(out))

@@ -22,7 +22,7 @@ from roll_core.errors import EngineDiedError, RollError, one_line
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.train import WantedOutputs
 from roll_core.spec.weights import digest
-from roll_modeling.architectures import NUMBER_OF_EXPERTS, ON_A_CPU, POSITIONS, ROUNDING, TYPES
+from roll_modeling.model_table import NUMBER_OF_EXPERTS, ON_A_CPU, POSITIONS, ROUNDING, TYPES
 from roll_modeling.portable_state import router_buffers
 from roll_testing.bench import Step, built, outputs, take_step, weights
 from roll_testing.bounds import check_names, distance

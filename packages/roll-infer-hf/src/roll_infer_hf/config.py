@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeInt, PositiveFloat, PositiveInt, StrategyConfig
-from roll_modeling.architectures import (
+from roll_modeling.model_table import (
     CAUSAL_LM,
     IMAGE_TEXT,
     check_buildable,

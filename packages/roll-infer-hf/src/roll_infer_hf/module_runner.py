@@ -19,8 +19,8 @@ import torch
 
 from roll_core.errors import UnsupportedError, one_line
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
-from roll_modeling.architectures import CACHE_PARAMETERS
 from roll_modeling.model import layer_configs
+from roll_modeling.model_table import CACHE_PARAMETERS
 from roll_modeling.routing import RoutingRecorder
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pydantic import Field, create_model
 
 from roll_core.spec.config import PositiveInt  # noqa: TC001 - pydantic reads the annotations
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
-from roll_modeling.architectures import has_experts, num_experts
 from roll_modeling.engine_config import EngineConfig
+from roll_modeling.model_table import has_experts, num_experts
 
 PLAIN_BACKEND = "triton"
 """Value of `moe_runner_backend` for which SGLang does not convert experts after loading them."""

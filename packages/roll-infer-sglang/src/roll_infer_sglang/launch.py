@@ -17,9 +17,9 @@ from roll_infer_sglang.memory import HOST_TOKENS
 from roll_infer_sglang.processes import LOADER, adapter_arguments
 from roll_infer_sglang.registration import SAMPLING_BACKEND
 from roll_infer_sglang.server import ServerError, SglangServer
-from roll_modeling.architectures import has_experts
 from roll_modeling.engine_config import ONE_SLOT
 from roll_modeling.engine_files import EngineFiles, engine_files
+from roll_modeling.model_table import has_experts
 from roll_modeling.routing import RoutingLayout
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from pydantic import Field, create_model, model_validator
 from roll_core.spec.config import PositiveInt, WeightFormat  # noqa: TC001 - pydantic reads the annotations
 from roll_core.spec.fp8 import BLOCK
 from roll_infer_vllm.arguments import PASSED_ON, QUANTIZATION, REJECTED
-from roll_modeling.architectures import has_experts, num_experts
 from roll_modeling.engine_config import EngineConfig
+from roll_modeling.model_table import has_experts, num_experts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

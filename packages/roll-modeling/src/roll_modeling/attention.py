@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from roll_core.errors import UnsupportedError
-from roll_modeling.architectures import FLAT_ATTENTION
 from roll_modeling.kernels import blocked_attention
+from roll_modeling.model_table import FLAT_ATTENTION
 from roll_modeling.varlen_attention import Sequences, varlen_kernel
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.spec.config import PositiveInt, StrategyConfig
-from roll_modeling.architectures import check_positions, check_tried
+from roll_modeling.model_table import check_positions, check_tried
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -23,7 +23,7 @@ from torch import nn
 from roll_core.data.end_tokens import end_ids, stored_end_ids
 from roll_core.data.tokenizers import stored_tokenizer
 from roll_core.errors import ModelError, UnsupportedError, one_line
-from roll_modeling.architectures import LEGACY_KEYS
+from roll_modeling.model_table import LEGACY_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

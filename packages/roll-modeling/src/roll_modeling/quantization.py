@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll_core.errors import UnsupportedError, install_command
-from roll_modeling.architectures import NUMBER_OF_EXPERTS
+from roll_modeling.model_table import NUMBER_OF_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.errors import DataError, ModelError, UnsupportedError
-from roll_modeling.architectures import NUMBER_OF_EXPERTS
+from roll_modeling.model_table import NUMBER_OF_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

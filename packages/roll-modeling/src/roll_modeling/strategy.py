@@ -16,6 +16,7 @@ from roll_modeling.model import DTYPES, load_model, text_parts
 from roll_modeling.module_programs import StrategyModule, load_module, model_library
 from roll_modeling.offload import Offloader
 from roll_modeling.pieces import warn_of_mtp, write_gathered
+from roll_modeling.portable_files import opened_portable_state, write_portable_state
 from roll_modeling.portable_state import check_same, router_buffers, stored_buffers
 from roll_modeling.process_group import select_device
 
@@ -196,6 +197,15 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         """Raise `CheckpointError` unless `import_state` may load `state`, and `UnsupportedError` with `ema_decay`."""
         self._check_no_average()
         check_same(state, shapes, adapters=self.adapters, identity=self._identity())
+
+    def save_portable(self, path: Path) -> None:
+        """Write the files of `export_state` into `path`. Collective; rank 0 writes."""
+        write_portable_state(self.export_state(), self.spec, path, leads=self._mesh.rank == 0)
+
+    def load_portable(self, path: Path) -> None:
+        """Import the state whose files are in `path`. Collective. Raises `CheckpointError`."""
+        with opened_portable_state(path) as state:
+            self.import_state(state)
 
     def _check_no_average(self) -> None:
         if self.training is not None and self.training.ema_decay is not None:

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import PositiveInt, StrategyConfig
-from roll_modeling.architectures import (
+from roll_modeling.model_table import (
     CAUSAL_LM,
     CLASSIFIER,
     IMAGE_TEXT,

@@ -19,10 +19,10 @@ from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.module_program import move_tensors
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
-from roll_modeling.architectures import position_table
 from roll_modeling.backbone import Backbone, LanguageHead
 from roll_modeling.logprobs import HeadOutputs, HeadRequest
 from roll_modeling.model import scalar_head
+from roll_modeling.model_table import position_table
 from roll_modeling.pending_losses import non_finite_tokens
 from roll_modeling.routing import RoutingReplay
 

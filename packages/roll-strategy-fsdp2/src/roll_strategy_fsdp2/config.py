@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from roll_core.spec.config import Config, PositiveInt
-from roll_modeling.architectures import FLAT_ATTENTION, check_flat, check_tried, has_experts
+from roll_modeling.model_table import FLAT_ATTENTION, check_flat, check_tried, has_experts
 from roll_modeling.strategy_config import HuggingFaceConfig
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from roll_core.spec.config import NonNegativeFloat, PositiveInt, StrategyConfig
 from roll_core.spec.platform import EnvVar
-from roll_modeling.architectures import NUMBER_OF_EXPERTS, check_lora, check_tried, has_experts
+from roll_modeling.model_table import NUMBER_OF_EXPERTS, check_lora, check_tried, has_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.spec.train import ParameterState, PortableState, WantedOutputs
-from roll_modeling.portable_files import opened_portable_state, write_portable_state
 from roll_testing.bench import (
     WHOLE,
     accumulate,
@@ -421,7 +420,7 @@ def export_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder
     with built(case, rank) as strategy:
         for step in steps[:at]:
             take_step(strategy, step)
-        write_portable_state(strategy.export_state(), case.model, Path(folder), leads=rank == 0)
+        strategy.save_portable(Path(folder))
         return observe(strategy, steps[at:])
 
 
@@ -432,8 +431,7 @@ def go_on(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], f
     """
     with built(case, rank) as strategy:
         _spoil(strategy, spoil)
-        with opened_portable_state(Path(folder)) as state:
-            strategy.import_state(state)
+        strategy.load_portable(Path(folder))
         return observe(strategy, steps)
 
 

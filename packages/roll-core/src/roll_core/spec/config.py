@@ -232,7 +232,7 @@ class StrategyConfig(Config):
         `check_model`. Return a warning for one that may not work, for example because it was never tried; else None.
 
         Of a role with its own `environment`, whose versions are unknown here, an error becomes a warning. Not called by
-        `check --no-files`. Reads the packages' files instead of importing them; `roll_modeling.architectures` helps.
+        `check --no-files`. Reads the packages' files instead of importing them; `roll_modeling.model_table` helps.
         """
         return None
 

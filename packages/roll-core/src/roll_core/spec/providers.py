@@ -60,7 +60,7 @@ class TrainCapabilities:
     `WantedOutputs.comparison`, and exports its head, for distillation with `kd_support: full`."""
     portable_state: bool = False
     """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
-    `import_state`. Its package requires roll-modeling, which writes and reads the files."""
+    `import_state`, `save_portable` and `load_portable`."""
     router_replay: bool = False
     """Routes tokens to given experts: honours `ModelSpec.router_replay` and `MicroBatch.routed_experts_TMK`."""
     optimizers: Literal["adamw", "elementwise", "any"] = "adamw"

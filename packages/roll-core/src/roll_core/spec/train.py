@@ -448,6 +448,18 @@ class TrainStrategy(ABC):
         """
         raise UnsupportedError(f"{type(self).__name__} does not import another strategy's training state")
 
+    def save_portable(self, path: Path) -> None:
+        """Write the files of `export_state` into the directory `path` (`roll_modeling.portable_files` does this).
+
+        Called on all ranks together, of which rank 0 writes, and only with `capabilities.portable_state`.
+        """
+        raise UnsupportedError(f"{type(self).__name__} does not write its training state for other strategies")
+
+    def load_portable(self, path: Path) -> None:
+        """`import_state` from the files that `save_portable` of any strategy wrote. Called on all ranks together, and
+        only with `capabilities.portable_state`. Raises `CheckpointError`."""
+        raise UnsupportedError(f"{type(self).__name__} does not read another strategy's training state")
+
     def export_model(self, path: Path) -> None:
         """Write a directory that `transformers` loads with `from_pretrained`, tokenizer included.
 

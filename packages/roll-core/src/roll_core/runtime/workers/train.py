@@ -249,19 +249,12 @@ class TrainWorker(SendingWorker):
 
     def save_portable(self, path: str) -> None:
         """Write the state into `path` in the format that every strategy can load."""
-        from roll_modeling.portable_files import write_portable_state
-
-        leads = self.place.rank == 0
-        if leads:
-            Path(path).mkdir(parents=True, exist_ok=True)
-        write_portable_state(self.strategy.export_state(), self.model, Path(path), leads=leads)
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self.strategy.save_portable(Path(path))
 
     def load_portable(self, path: str) -> None:
         """Load the state that `save_portable` of any strategy wrote."""
-        from roll_modeling.portable_files import opened_portable_state
-
-        with opened_portable_state(Path(path)) as state:
-            self.strategy.import_state(state)
+        self.strategy.load_portable(Path(path))
 
     def export(self, path: str) -> None:
         """Write a model directory that transformers can load."""

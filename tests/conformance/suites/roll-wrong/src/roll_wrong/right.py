@@ -16,6 +16,7 @@ from roll_core.algorithms.optimizers import adamw
 from roll_core.errors import CheckpointError, DataError, ModelError, UnsupportedError
 from roll_core.spec.train import ParameterState, PortableState, StepStats, TokenOutputs, TrainStrategy
 from roll_modeling.optimizer import MOMENTS, clip_factor, moments, schedule
+from roll_modeling.portable_files import opened_portable_state, write_portable_state
 from roll_modeling.portable_state import check_same
 from roll_modeling.task_model import finite_loss, plain_metrics
 from roll_wrong.board import put
@@ -31,7 +32,7 @@ class Right(TrainStrategy):
     def build(self, model, mesh):
         if model.task not in NAMES:
             raise UnsupportedError(f"there is no bigram model of task {model.task}")
-        self._mesh, self.task = mesh, model.task
+        self._mesh, self.spec, self.task = mesh, model, model.task
         try:
             stored = load_file(Path(model.path) / "weights.safetensors")
         except (OSError, SafetensorError) as error:
@@ -225,6 +226,13 @@ class Right(TrainStrategy):
             self.take(name, state.read(name))
             self.optimizer.state[each]["step"].fill_(float(self.steps))
         self.clear()
+
+    def save_portable(self, path):
+        write_portable_state(self.export_state(), self.spec, path, leads=self._mesh.rank == 0)
+
+    def load_portable(self, path):
+        with opened_portable_state(path) as state:
+            self.import_state(state)
 
     def refuse_other(self, state):
         check_same(state, {name: tuple(each.shape) for name, each in self.weights.items()})

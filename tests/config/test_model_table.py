@@ -13,8 +13,8 @@ from roll_core.cli import main as cli
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_modeling import architectures
-from roll_modeling.architectures import (
+from roll_modeling import model_table as table_module
+from roll_modeling.model_table import (
     CAUSAL_LM,
     CLASSIFIER,
     ON_A_CPU,
@@ -129,7 +129,7 @@ def table(tmp_path, monkeypatch):
     """`table(row, **versions)` installs a package `acme_tried` whose table has the row of `llama`."""
 
     def write(row, **versions):
-        architectures.model_table.cache_clear()
+        table_module.model_table.cache_clear()
         folder = tmp_path / "acme_tried"
         folder.mkdir(exist_ok=True)
         folder.joinpath("__init__.py").write_text("raise ImportError")
@@ -138,7 +138,7 @@ def table(tmp_path, monkeypatch):
 
     monkeypatch.syspath_prepend(tmp_path)
     yield write
-    architectures.model_table.cache_clear()
+    table_module.model_table.cache_clear()
 
 
 def tried(*columns, **keys):
@@ -175,11 +175,11 @@ def test_a_type_without_a_row_was_never_tried(table):
 
 @pytest.mark.parametrize(("made", "mistakes"), [("999", 1), ("4.0", 0)])
 def test_the_lora_column_is_read_if_adapters_are_trained(here, monkeypatch, made, mistakes):
-    table = architectures.ModelTable(
+    table = table_module.ModelTable(
         made_with={"transformers": made}, models={"llama": {"forward": 2e-6, "lora": "no_adapters"}}
     )
-    real = architectures.model_table
-    monkeypatch.setattr(architectures, "model_table", lambda name: table if name == "roll_strategy_hf" else real(name))
+    real = table_module.model_table
+    monkeypatch.setattr(table_module, "model_table", lambda name: table if name == "roll_strategy_hf" else real(name))
     text = RANDOM.replace("TYPE}}", "llama}, lora_target: all-linear}").replace("STRATEGY", "hf_train")
     problems = found(text)
     assert [where[2] for where, _ in problems] == ["actor_train.model_args.lora_target"] * mistakes
@@ -241,8 +241,8 @@ def test_moe_models_are_recognised_by_keys_or_type(keys, mixture):
 
 def test_nothing_is_refused_if_transformers_is_not_installed(tmp_path):
     """As in an environment with roll-core's light dependencies alone."""
-    folder = Path(architectures.__file__).parents[1]
-    ask = "from roll_modeling.architectures import *; check_buildable({'model_type': 'qwen33'}, CAUSAL_LM)\n"
+    folder = Path(table_module.__file__).parents[1]
+    ask = "from roll_modeling.model_table import *; check_buildable({'model_type': 'qwen33'}, CAUSAL_LM)\n"
     ask += "print(has_experts({'model_type': 'mixtral'}))"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(folder)!r})\n{ask}"],
