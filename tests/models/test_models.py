@@ -28,11 +28,11 @@ from roll_infer_vllm.engine_environment import engine_environment as vllm_enviro
 from roll_modeling.model import load_model
 from roll_modeling.model_table import ROUNDING, model_table
 from roll_strategy_megatron.config import MegatronConfig
-from roll_testing import model_trials
 from roll_testing.bench import Case
 from roll_testing.infer.engine import Setup
 from roll_testing.kit import registry
 from roll_testing.ranks import RankHost, RanksFailedError, free_port
+from shared_tests import model_trials
 from shared_tests.tiny_models import TYPES
 
 ROOT = Path(__file__).parents[2]
