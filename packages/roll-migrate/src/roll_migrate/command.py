@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -124,66 +124,52 @@ def import_config(
     provider = registry.find(PipelineProvider, imported.pipeline)
     schema = schema_of(provider, RunConfig, owner=registry.owner(provider))
     text = written(imported.config, schema, heading=f"Imported from {file.name} by roll-core import {name}.")
-    verdict, problems, warnings = _checked(text, out or Path("imported.yaml"), registry)
+    check = _checked(text, out or Path("imported.yaml"), registry)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     if as_json:
-        sys.stdout.write(json.dumps(_plain(file, out, imported, text, verdict, problems, warnings), indent=2) + "\n")
+        report: dict[str, object] = {
+            "input": str(file),
+            "output": str(out) if out is not None else None,
+            "pipeline": imported.pipeline,
+            "ok": not check.problems,
+            "check": check.verdict or check.problems,
+            "warnings": check.warnings,
+            "keys": [asdict(entry) for entry in imported.keys],
+            "config": text,
+        }
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         if out is None:
             sys.stdout.write(text)
-        (sys.stdout if out is not None else sys.stderr).write(
-            _report(file, out, imported, verdict, problems, warnings, verbose=verbose)
-        )
-    return 1 if problems else 0
+        (sys.stdout if out is not None else sys.stderr).write(_report(file, out, imported, check, verbose=verbose))
+    return 1 if check.problems else 0
 
 
-def _checked(text: str, name: Path, registry: Registry) -> tuple[str, list[str], list[str]]:
-    """Check the new config. Returns its summary (empty if it is invalid), its mistakes and its warnings."""
+class _Check(NamedTuple):
+    """Result of `roll-core check`: a summary, empty for an invalid config, with its mistakes and its warnings."""
+
+    verdict: str
+    problems: list[str]
+    warnings: list[str]
+
+
+def _checked(text: str, name: Path, registry: Registry) -> _Check:
+    """Check the new config."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / name.name
         file.write_text(text, encoding="utf-8")
         try:
             loaded = load(file, (), registry)
         except ConfigError as error:
-            return "", [str(problem).replace(str(file), str(name)) for problem in error.problems], []
+            return _Check("", [str(problem).replace(str(file), str(name)) for problem in error.problems], [])
         except PluginError as error:
-            return "", [str(error)], []
-        return summary(loaded), [], [warning.replace(str(file), str(name)) for warning in warnings_of(loaded)]
+            return _Check("", [str(error)], [])
+        return _Check(summary(loaded), [], [warning.replace(str(file), str(name)) for warning in warnings_of(loaded)])
 
 
-def _plain(
-    file: Path,
-    out: Path | None,
-    imported: ImportedConfig,
-    text: str,
-    verdict: str,
-    problems: list[str],
-    warnings: list[str],
-) -> dict[str, object]:
-    return {
-        "input": str(file),
-        "output": str(out) if out is not None else None,
-        "pipeline": imported.pipeline,
-        "ok": not problems,
-        "check": verdict or problems,
-        "warnings": warnings,
-        "keys": [asdict(entry) for entry in imported.keys],
-        "config": text,
-    }
-
-
-def _report(
-    file: Path,
-    out: Path | None,
-    imported: ImportedConfig,
-    verdict: str,
-    problems: list[str],
-    warnings: list[str],
-    *,
-    verbose: bool,
-) -> str:
+def _report(file: Path, out: Path | None, imported: ImportedConfig, check: _Check, *, verbose: bool) -> str:
     counts = Counter(entry.status for entry in imported.keys)
     counted = ", ".join(f"{counts[status]} {status}" for status in IMPORT_STATUSES if counts[status])
     lines = [f"{file}: {imported.pipeline}, {counted}"]
@@ -198,10 +184,10 @@ def _report(
             lines += _told(entries)
     name = out if out is not None else "the new config"
     lines.append("")
-    if problems:
-        lines += [f"{name} is refused by roll-core check:", *(f"  {problem}" for problem in problems)]
+    if check.problems:
+        lines += [f"{name} is refused by roll-core check:", *(f"  {problem}" for problem in check.problems)]
     else:
-        lines += [*warnings, f"{name}: ok: {verdict}"]
+        lines += [*check.warnings, f"{name}: ok: {check.verdict}"]
     return "\n".join(lines) + "\n"
 
 

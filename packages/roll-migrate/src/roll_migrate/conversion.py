@@ -18,7 +18,7 @@ from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import StrategyConfig
 from roll_core.spec.providers import InferProvider, TrackerProvider, TrainProvider
-from roll_migrate.rules import AnyName, Key, Outcome, convert_single, dotted, value_at
+from roll_migrate.rules import AnyName, Default, Key, Outcome, convert_single, dotted, value_at
 from roll_migrate.strategies import refusals
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ class Conversion:
     pipeline: str
     """Name of roll-core's pipeline, or of the framework's table for it."""
     table: Table
+    defaults: tuple[Default, ...] = ()
+    default_note: str = ""
+    """Note on a default without one of its own."""
     registry: Registry
     where: Callable[[KeyPath], str]
     """Returns `file:line:column` of a key."""
@@ -105,7 +108,8 @@ class Conversion:
 
     def _defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
         """Values, with a note each, where the new config has none."""
-        return ()
+        source, config, note = self.source, self.config, self.default_note
+        return [added for default in self.defaults for added in default.added(source, config, note)]
 
     def _late_defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
         """Values that depend on what the strategies' schemas accepted."""
@@ -115,6 +119,10 @@ class Conversion:
         """The key as rules see it."""
         trackers = self.registry.names(TrackerProvider)
         return Key(path, self.source, self.pipeline, trackers, self._new_role(path), value)
+
+    def _installed(self, trackers: Iterable[str]) -> list[str]:
+        """The trackers that are installed here."""
+        return [name for name in trackers if name in self.registry.names(TrackerProvider)]
 
     def _new_role(self, path: KeyPath) -> str:
         """Dotted name of the role in the new config that gets settings of a key's role."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
-from roll_core.spec.providers import TrackerProvider
 from roll_migrate import openrlhf_flags as launch
 from roll_migrate import openrlhf_keys as rlhf
 from roll_migrate.conversion import Conversion, did_you_mean
@@ -53,6 +52,8 @@ def import_openrlhf(path: Path, registry: Registry, variables: Mapping[str, str]
         source=source,
         pipeline=launch.PIPELINES[trainer],
         table=rlhf.TABLES[trainer],
+        defaults=rlhf.DEFAULTS[trainer],
+        default_note="OpenRLHF's default",
         registry=registry,
         where=lambda key: flags[key[0]][1] if key and key[0] in flags else str(path),
         flags={name: value for name, (value, _) in flags.items()},
@@ -152,92 +153,11 @@ class _OpenRLHFConversion(Conversion):
             outcome = convert_single(rlhf.TABLES[source[launch.TRAINER]][name], default, self._key((name,), default))
             if name not in source and outcome.status != "not needed":
                 self._record((name,), default, outcome)
-        role = launch.POLICY[source[launch.TRAINER]]
-        values: dict[str, object] = {
-            "save_steps": 0,
-            "max_ckpt_to_keep": 3,
-            "track_with": [name for name in launch.trackers(source) if name in self.registry.names(TrackerProvider)],
-        }
-        if source[launch.TRAINER] == launch.PPO:
-            values |= self._rollouts()
-        else:
-            values |= {"overlong": "truncate"}
-            values |= {f"{role}.training_args.num_train_epochs": launch.fact(source, "train.max_epochs") or 1}
-            values |= self._columns()
-        if source[launch.TRAINER] == launch.DPO:
-            values |= {"loss_type": launch.losses(source)}
-        values |= self._trained(role, "actor." if source[launch.TRAINER] == launch.PPO else "", 1e-6)
-        if launch.has_critic(source):
-            values |= self._trained("critic", "critic.", 9e-6)
-            role = "reward" if launch.has_reward_model(source) else "actor"
-            model = source.get(f"{role}.model_name_or_path")
-            values |= {"value_clip": 0.5, **({"critic.model_args.model_name_or_path": model} if model else {})}
-        added = [(dotted(key), value, "OpenRLHF's default") for key, value in values.items()]
+        added: list[tuple[KeyPath, object, str]] = [
+            (("track_with",), self._installed(launch.trackers(source)), self.default_note),
+            *Conversion._defaults(self),
+        ]
         note = "follows from OpenRLHF's flags and defaults"
         if source[launch.TRAINER] != launch.PPO and launch.GPUS not in source:
             note += "; the launcher uses all GPUs of the host, taken to be 8"
         return added + [(dotted(key), value, note) for key, value in launch.computed(source).items()]
-
-    def _columns(self) -> dict[str, object]:
-        """Columns of the rows, and their template."""
-        source = self.source
-        defaults: dict[str, object] = {}
-        for data in launch.columns(source):
-            if not source.get("data.apply_chat_template"):
-                defaults[f"{data}.template"] = "plain"
-            if (name := launch.fact(source, "data.input_key")) and "data.input_key" not in source:
-                defaults[f"{data}.{'messages' if source.get('data.apply_chat_template') else 'prompt'}"] = name
-        return defaults
-
-    def _trained(self, role: str, prefix: str, rate: float) -> dict[str, object]:
-        source, args = self.source, f"{role}.training_args"
-        values: dict[str, object] = {
-            f"{args}.learning_rate": launch.fact(source, "adam.lr") or rate,
-            f"{args}.adam_beta2": 0.95,
-            f"{args}.lr_scheduler_type": "cosine_with_min_lr",
-            f"{args}.warmup_ratio": 0.03,
-        }
-        if source.get(f"{prefix}lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
-            values[f"{args}.lr_scheduler_kwargs.min_lr_rate"] = 0.1
-        model = f"{'actor' if prefix else 'model'}.gradient_checkpointing_enable"
-        if not source.get(model):
-            values[f"{role}.model_args.disable_gradient_checkpointing"] = True
-        if launch.has_lora(source):
-            values |= {f"{role}.model_args.lora_alpha": 16, f"{role}.model_args.lora_target": "all-linear"}
-        return values
-
-    def _rollouts(self) -> dict[str, object]:
-        """Defaults of rollouts and of the algorithm."""
-        source = self.source
-        estimator, coef = launch.estimator(source), launch.kl_coef(source)
-        values: dict[str, object] = {
-            "rollout_batch_size": 1024,
-            "num_return_sequences_in_group": 1,
-            "loss_agg_mode": "seq-mean-token-mean" if launch.is_gspo(source) else "token-mean",
-            "eval_steps": 0,
-            **rlhf.ESTIMATORS.get(estimator, {}),
-        }
-        if estimator == "gae":
-            values |= {"lambd": 1.0, "whiten_advantages": True}
-        if estimator == "group_norm":
-            values["norm_epsilon"] = 1e-9
-        if estimator not in rlhf.BASELINES:
-            values["reward_clip"] = 10.0
-        if launch.is_gspo(source):
-            values |= {"pg_options.clip_low": 0.2, "pg_options.clip_high": 0.2}
-        if coef and source.get("algo.kl.use_loss"):
-            values |= {"kl_loss_coef": coef, "kl_loss_penalty": "k1"}
-        elif coef:
-            values |= {"add_token_level_kl": True, "init_kl_coef": coef}
-        if launch.replica(source) > 1 or source.get("train.dynamic_batch_enable"):
-            values["shuffle"] = False
-        if source.get("train.async_enable"):
-            values["train_infer_correction.is_weight.enabled"] = False
-        if launch.evaluates(source):
-            values |= {"validation.generating_args.temperature": 0.6}
-            values |= {"validation.generating_args.num_return_sequences": 4}
-            if launch.positive_steps(source) and not source.get(launch.FLAT):
-                values["save_best"] = "val/score/mean"
-        engine = "actor_infer.strategy_args"
-        values |= {f"{engine}.strategy_name": "vllm", f"{engine}.strategy_config.gpu_memory_utilization": 0.95}
-        return values | self._columns()

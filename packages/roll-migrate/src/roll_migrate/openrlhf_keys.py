@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from roll_migrate.openrlhf_flags import (
     ALIASES,
     DPO,
+    FLAT,
     GROUPS,
     POLICY,
     PPO,
@@ -43,14 +44,18 @@ from roll_migrate.openrlhf_flags import (
     positive,
     positive_steps,
     reference_model,
+    replica,
     steps_per_epoch,
     trackers,
 )
 from roll_migrate.rules import (
+    Condition,
     Convert,
+    Default,
     Key,
     KeyRule,
     Outcome,
+    always,
     convert_single,
     dead,
     keys,
@@ -744,3 +749,136 @@ IMPLIED: dict[str, dict[str, Any]] = {
     RM: {"eval.steps": -1},
 }
 """Flags whose default has a result of its own to report, by trainer."""
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+
+
+def _on(*flags: str) -> Condition:
+    """Condition: one of the flags is set."""
+    return lambda source: any(source.get(flag) for flag in flags)
+
+
+def _has_estimator(*names: str) -> Condition:
+    return lambda source: estimator(source) in names
+
+
+def _by_estimator(name: str) -> Any:
+    return lambda source, _: ESTIMATORS.get(estimator(source), {}).get(name)
+
+
+def _has_kl(*, in_loss: bool) -> Condition:
+    return lambda source: kl_coef(source) and bool(source.get("algo.kl.use_loss")) is in_loss
+
+
+def _has_steps(source: Mapping[str, Any]) -> bool:
+    return bool(evaluates(source) and positive_steps(source) and not source.get(FLAT))
+
+
+def _aggregated(source: Mapping[str, Any], _: Mapping[str, Any]) -> str:
+    return "seq-mean-token-mean" if is_gspo(source) else "token-mean"
+
+
+def _critic_model(source: Mapping[str, Any], _: Mapping[str, Any]) -> Any:
+    return source.get(f"{'reward' if has_reward_model(source) else 'actor'}.model_name_or_path") or None
+
+
+def _input_column(role: str, column: str) -> Default:
+    """Column of prompts that OpenRLHF reads without a flag: chats with a chat template, otherwise text."""
+
+    def reads(source: Mapping[str, Any]) -> bool:
+        is_chat = bool(source.get("data.apply_chat_template"))
+        return f"{role}.data_args" in columns(source) and is_chat is (column == "messages")
+
+    def name(source: Mapping[str, Any], _: Mapping[str, Any]) -> Any:
+        return None if "data.input_key" in source else fact(source, "data.input_key") or None
+
+    return Default(f"{role}.data_args.{column}", name, reads)
+
+
+def _columns_of(role: str) -> tuple[Default, ...]:
+    def is_plain(source: Mapping[str, Any]) -> bool:
+        return f"{role}.data_args" in columns(source) and not source.get("data.apply_chat_template")
+
+    template = Default(f"{role}.data_args.template", "plain", is_plain)
+    return (template, _input_column(role, "messages"), _input_column(role, "prompt"))
+
+
+def _trained(role: str, prefix: str, rate: float, when: Condition = always) -> tuple[Default, ...]:
+    """Optimizer, model and adapters of a trained role."""
+    args, model = f"{role}.training_args", f"{role}.model_args"
+    checkpointing = f"{'actor' if prefix else 'model'}.gradient_checkpointing_enable"
+
+    def has_floor(source: Mapping[str, Any]) -> bool:
+        return bool(when(source)) and source.get(f"{prefix}lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr"
+
+    def has_adapters(source: Mapping[str, Any]) -> bool:
+        return bool(when(source)) and has_lora(source)
+
+    return (
+        Default(f"{args}.learning_rate", lambda source, _: fact(source, "adam.lr") or rate, when),
+        Default(f"{args}.adam_beta2", 0.95, when),
+        Default(f"{args}.lr_scheduler_type", "cosine_with_min_lr", when),
+        Default(f"{args}.warmup_ratio", 0.03, when),
+        Default(f"{args}.lr_scheduler_kwargs.min_lr_rate", 0.1, has_floor),
+        Default(
+            f"{model}.disable_gradient_checkpointing",
+            True,
+            lambda source: when(source) and not source.get(checkpointing),
+        ),
+        Default(f"{model}.lora_alpha", 16, has_adapters),
+        Default(f"{model}.lora_target", "all-linear", has_adapters),
+    )
+
+
+SAVED = (Default("save_steps", 0), Default("max_ckpt_to_keep", 3))
+ROLLOUTS: tuple[Default, ...] = (
+    *SAVED,
+    Default("rollout_batch_size", 1024),
+    Default("num_return_sequences_in_group", 1),
+    Default("loss_agg_mode", _aggregated),
+    Default("eval_steps", 0),
+    Default("adv_estimator", _by_estimator("adv_estimator")),
+    Default("norm_mean_type", _by_estimator("norm_mean_type")),
+    Default("lambd", 1.0, _has_estimator("gae")),
+    Default("whiten_advantages", True, _has_estimator("gae")),
+    Default("norm_epsilon", 1e-9, _has_estimator("group_norm")),
+    Default("reward_clip", 10.0, lambda source: estimator(source) not in BASELINES),
+    Default("pg_options.clip_low", 0.2, is_gspo),
+    Default("pg_options.clip_high", 0.2, is_gspo),
+    Default("kl_loss_coef", lambda source, _: kl_coef(source), _has_kl(in_loss=True)),
+    Default("kl_loss_penalty", "k1", _has_kl(in_loss=True)),
+    Default("add_token_level_kl", True, _has_kl(in_loss=False)),
+    Default("init_kl_coef", lambda source, _: kl_coef(source), _has_kl(in_loss=False)),
+    Default("shuffle", False, lambda source: replica(source) > 1 or source.get("train.dynamic_batch_enable")),
+    Default("train_infer_correction.is_weight.enabled", False, _on("train.async_enable")),
+    Default("validation.generating_args.temperature", 0.6, evaluates),
+    Default("validation.generating_args.num_return_sequences", 4, evaluates),
+    Default("save_best", "val/score/mean", _has_steps),
+    Default("actor_infer.strategy_args.strategy_name", "vllm"),
+    Default("actor_infer.strategy_args.strategy_config.gpu_memory_utilization", 0.95),
+    *_columns_of("actor_train"),
+    *_columns_of("validation"),
+    *_trained("actor_train", "actor.", 1e-6),
+    *_trained("critic", "critic.", 9e-6, has_critic),
+    Default("value_clip", 0.5, has_critic),
+    Default("critic.model_args.model_name_or_path", _critic_model, has_critic),
+)
+
+
+def _tuning(trainer: str) -> tuple[Default, ...]:
+    """Defaults of a trainer without rollouts."""
+    role = POLICY[trainer]
+    epochs = f"{role}.training_args.num_train_epochs"
+    return (
+        *SAVED,
+        Default("overlong", "truncate"),
+        Default(epochs, lambda source, _: fact(source, "train.max_epochs") or 1),
+        Default("loss_type", lambda source, _: losses(source), lambda source: source[TRAINER] == DPO),
+        *_columns_of(role),
+        *_columns_of("validation"),
+        *_trained(role, "", 1e-6),
+    )
+
+
+DEFAULTS = {PPO: ROLLOUTS, **{trainer: _tuning(trainer) for trainer in (SFT, DPO, RM)}}
+"""OpenRLHF's defaults that differ from roll-core's, by trainer. `computed` has those that follow from several flags."""

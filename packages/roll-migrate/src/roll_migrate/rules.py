@@ -142,6 +142,34 @@ def dotted(target: str) -> KeyPath:
 
 
 Convert = Callable[[Any, Key], Outcome]
+Condition = Callable[[Mapping[str, Any]], Any]
+"""True if the imported config has a property."""
+
+
+def always(source: Mapping[str, Any]) -> bool:
+    """The condition that every config fulfils."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """What the other framework does without a key, where roll-core's default differs."""
+
+    key: str
+    """Dotted key of the new config."""
+    value: Any
+    """A function gets the imported and the new config; None adds nothing."""
+    when: Condition = always
+    note: str | Callable[[Mapping[str, Any]], str] = ""
+    """Otherwise that of the framework's defaults."""
+
+    def added(self, source: Mapping[str, Any], config: Mapping[str, Any], note: str) -> list[tuple[KeyPath, Any, str]]:
+        """Path, value and note, if the condition holds."""
+        value = None
+        if self.when(source):
+            value = self.value(source, config) if callable(self.value) else self.value
+        note = self.note(source) if callable(self.note) else self.note or note
+        return [] if value is None else [(dotted(self.key), value, note)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +267,7 @@ def to(
     return KeyRule(f"→ `{'`, `'.join(targets)}`", convert, nested=not single)
 
 
-def only(condition: Callable[[Mapping[str, Any]], Any] | str, why: str, rule: Any) -> Any:
+def only(condition: Condition | str, why: str, rule: Any) -> Any:
     """Rule, or table of rules, for a config that fulfils a condition: a function, or a key beside this one that is on.
 
     Otherwise the key is not needed, because of `why`.

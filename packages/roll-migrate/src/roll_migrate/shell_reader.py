@@ -376,16 +376,19 @@ class ShellReader:
         if name in ("[", "test", "[["):
             tokens = [word for word in node.words[1:] if isinstance(word, Token)]
             return self._test(name, tokens)
+        if name in ("exit", "return", "break", "continue"):
+            status = int(arguments[0]) == 0 if arguments and arguments[0].isdigit() else None
+            raise Leave(name, f"{self.path}:{node.line}", status if name == "return" else None)
+        if (text := self._printed(name, arguments)) is not None:
+            if self.output is not None:
+                self.output.append(text)
+            return True
         builtin = getattr(self, f"_do_{'source' if name == '.' else name}", None)
         if builtin is not None:
             result: bool | None = builtin(arguments, node.line)
             return result
-        if name in _DECLARES:
-            return True
-        if name in (":", "true"):
-            return True
-        if name == "false":
-            return False
+        if name in (":", "true", "false", *_DECLARES):
+            return name != "false"
         self.blame = None
         if self.output is not None:
             self.output.append(self._unknown(f"$({name} …)"))
@@ -451,56 +454,6 @@ class ShellReader:
         self.variables["PWD"] = posixpath.normpath(posixpath.join(current, directory)) if known else current
         return True
 
-    def _do_pwd(self, arguments: list[str], line: int) -> bool | None:
-        return self._printed(_text_of(self.variables.get("PWD", "")))
-
-    def _do_echo(self, arguments: list[str], line: int) -> bool | None:
-        while arguments and arguments[0] in ("-n", "-e", "-ne", "-en"):
-            arguments = arguments[1:]
-        return self._printed(" ".join(arguments))
-
-    def _do_printf(self, arguments: list[str], line: int) -> bool | None:
-        if len(arguments) == 2 and arguments[0] in ("%s", "%s\\n"):
-            return self._printed(arguments[1])
-        return self._printed(
-            arguments[0] if len(arguments) == 1 and "%" not in arguments[0] else self._unknown("printf")
-        )
-
-    def _do_date(self, arguments: list[str], line: int) -> bool | None:
-        formats = [word for word in arguments if word not in ("-u", "--utc")]
-        text = formats[0] if len(formats) == 1 else "+%c" if not formats else ""
-        if not _DATE.fullmatch(text):
-            return self._printed(self._unknown(f"$(date {' '.join(arguments)})"))
-        now = time.localtime() if len(formats) == len(arguments) else time.gmtime()
-        return self._printed(time.strftime(text[1:], now))
-
-    def _do_dirname(self, arguments: list[str], line: int) -> bool | None:
-        return self._printed(posixpath.dirname(arguments[-1].rstrip("/")) or "." if arguments else "")
-
-    def _do_basename(self, arguments: list[str], line: int) -> bool | None:
-        name, ending = (*arguments, "", "")[:2]
-        return self._printed(posixpath.basename(name.rstrip("/")).removesuffix(ending))
-
-    def _do_realpath(self, arguments: list[str], line: int) -> bool | None:
-        names = [word for word in arguments if not word.startswith("-")]
-        current = _text_of(self.variables.get("PWD", ""))
-        return self._printed(posixpath.normpath(posixpath.join(current, names[-1])) if names else "")
-
-    _do_readlink = _do_realpath
-
-    def _do_exit(self, arguments: list[str], line: int) -> bool | None:
-        raise Leave("exit", f"{self.path}:{line}")
-
-    def _do_return(self, arguments: list[str], line: int) -> bool | None:
-        status = int(arguments[0]) == 0 if arguments and arguments[0].isdigit() else None
-        raise Leave("return", f"{self.path}:{line}", status)
-
-    def _do_break(self, arguments: list[str], line: int) -> bool | None:
-        raise Leave("break", f"{self.path}:{line}")
-
-    def _do_continue(self, arguments: list[str], line: int) -> bool | None:
-        raise Leave("continue", f"{self.path}:{line}")
-
     def _do_shift(self, arguments: list[str], line: int) -> bool | None:
         count = int(arguments[0]) if arguments and arguments[0].isdigit() else 1
         if count > len(self.arguments):
@@ -553,11 +506,34 @@ class ShellReader:
         self.elsewhere = f"source {_UNKNOWN.sub('…', name)} ({self.path}:{line})"
         return None
 
-    def _printed(self, text: str) -> bool:
-        """Print a line."""
-        if self.output is not None:
-            self.output.append(text)
-        return True
+    def _printed(self, name: str, arguments: list[str]) -> str | None:
+        """What a program prints that need not be run for that; None for another program."""
+        current = _text_of(self.variables.get("PWD", ""))
+        paths = [word for word in arguments if not word.startswith("-")]
+        if name == "pwd":
+            return current
+        if name == "echo":
+            while arguments and arguments[0] in ("-n", "-e", "-ne", "-en"):
+                arguments = arguments[1:]
+            return " ".join(arguments)
+        if name == "printf":
+            if len(arguments) == 2 and arguments[0] in ("%s", "%s\\n"):
+                return arguments[1]
+            return arguments[0] if len(arguments) == 1 and "%" not in arguments[0] else self._unknown("printf")
+        if name == "date":
+            formats = [word for word in arguments if word not in ("-u", "--utc")]
+            text = formats[0] if len(formats) == 1 else "+%c" if not formats else ""
+            if not _DATE.fullmatch(text):
+                return self._unknown(f"$(date {' '.join(arguments)})")
+            return time.strftime(text[1:], time.localtime() if len(formats) == len(arguments) else time.gmtime())
+        if name == "dirname":
+            return posixpath.dirname(arguments[-1].rstrip("/")) or "." if arguments else ""
+        if name == "basename":
+            path, ending = (*arguments, "", "")[:2]
+            return posixpath.basename(path.rstrip("/")).removesuffix(ending)
+        if name in ("realpath", "readlink"):
+            return posixpath.normpath(posixpath.join(current, paths[-1])) if paths else ""
+        return None
 
     # -- conditions ----------------------------------------------------------------------------------------------------
 

@@ -17,25 +17,24 @@ from roll_core.config.source import Loader, read_source
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import RunConfig
-from roll_core.spec.providers import PipelineProvider, TrackerProvider
+from roll_core.spec.providers import PipelineProvider
 from roll_migrate import verl_keys as verl
 from roll_migrate import verl_sft as sft
 from roll_migrate.conversion import (
     Conversion,
     ImportedConfig,
     did_you_mean,
-    has,
     leaf_paths,
     put,
     table_paths,
     with_environment,
 )
-from roll_migrate.rules import Outcome, dotted, lookup, value_at
+from roll_migrate.rules import Outcome, value_at
 from roll_migrate.scripts import read_script
 from roll_migrate.shared_rules import refuse_images
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from roll_core.config.source import KeyPath
@@ -67,8 +66,16 @@ def import_verl(path: Path, registry: Registry, variables: Mapping[str, str] | N
         raise UnsupportedError(
             f"{path} is no config of verl's PPO or SFT trainer: it has neither actor_rollout_ref nor optim"
         )
-    kind, table = (_VerlConversion, verl.VERL) if trains == "rlvr" else (_VerlSftConversion, sft.SFT)
-    conversion = kind(source=data, pipeline=trains, table=table, registry=registry, where=where)
+    is_sft = trains == "sft"
+    conversion = (_VerlSftConversion if is_sft else _VerlConversion)(
+        source=data,
+        pipeline=trains,
+        table=sft.SFT if is_sft else verl.VERL,
+        defaults=sft.DEFAULTS if is_sft else verl.DEFAULTS,
+        default_note="verl's default",
+        registry=registry,
+        where=where,
+    )
     return conversion.convert(unneeded)
 
 
@@ -264,98 +271,9 @@ class _VerlConversion(Conversion):
         target = ("verl", *path) if path[0] in schema.model_fields else path
         self._record(path, value, Outcome("unknown", ((target, value),), note))
 
-    def _trackers(self) -> list[str]:
-        return [name for name in verl.loggers(self.source) if name in self.registry.names(TrackerProvider)]
-
-    def _defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
-        """verl's default behaviour where roll-core's differs."""
-        source = self.source
-        yield from _in("", {**verl.DEFAULTS, "track_with": self._trackers()})
-        loss, estimator = verl.loss_mode(source), lookup(source, "algorithm.adv_estimator", "gae")
-        if loss == "vanilla":
-            yield from _in("", {"dual_clip": 3.0})
-        if bounds := verl.BOUNDS.get(loss):
-            low, high = verl.clip_range(source)
-            yield from _in("pg_options", {f"{bounds}_low": low, f"{bounds}_high": high})
-            yield from _in("pg_options", {"ratio_high": 3.0} if bounds == "delta" else {})
-        if estimator == "gae":
-            yield from _in("", {"lambd": 1.0, "whiten_advantages": True})
-        if lookup(source, "algorithm.use_kl_in_reward"):
-            adapts = lookup(source, "algorithm.kl_ctrl.type") == "adaptive"
-            yield from _in("", {"init_kl_coef": 0.001, **({"target_kl": 0.1} if adapts else {})})
-        yield from self._trained("actor_train", verl.ACTOR, 1e-6, 16384)
-        if verl.lora_rank(source):
-            alpha = 32 if verl.backend(source) == "megatron" else 16
-            yield from _in("actor_train.model_args", {"lora_alpha": alpha, "lora_target": "all-linear"})
-        yield from _in("actor_train.data_args", {"messages": "prompt"})
-        yield from self._generates()
-        if verl.has_reference(source):
-            yield from self._scored()
-        if verl.has_critic(source):
-            mode = lookup(source, f"{verl.ACTOR}.loss_agg_mode", "token-mean")
-            yield from _in("", {"value_clip": 0.5, "value_loss_agg_mode": mode})
-            yield from self._trained("critic", "critic", 1e-5, 32768)
-        if "validation" in self.config:
-            yield from _in("validation.data_args", {"messages": "prompt"})
-            yield from _in("validation.generating_args", {"temperature": 0.0})
-        if not has(self.config, ("rewards", verl.REWARD, "reward")):
-            note = "verl selects its rule by data_source: choose the reward of your data, see docs/rewards.md"
-            yield from _in(f"rewards.{verl.REWARD}", {"reward": "math_rule"}, note)
-            truth = {"ground_truth": "reward_model.ground_truth"}
-            yield from _in(f"rewards.{verl.REWARD}", truth, "the column of verl's rows")
-        if lookup(source, "trainer.total_training_steps") is None:
-            note = "verl's default is 30 epochs: set it to 30 × rows of the data / rollout_batch_size"
-            yield (("max_steps",), *(verl.epochs_as_steps(source) or ("???", note)))
-
-    def _placed(self, role: str, strategy: str) -> Iterator[tuple[KeyPath, object, str]]:
-        slots = f"list(range(0,{verl.num_gpus(self.source)}))"
-        yield from _in(f"{role}.strategy_args", {"strategy_name": strategy}, "the strategy of verl's engine")
-        note = "verl's pool of n_gpus_per_node × nnodes GPUs, which roles use in turn"
-        yield from _in(role, {"device_mapping": slots}, note)
-
-    def _sequences(self, role: str, theirs: str) -> Iterator[tuple[KeyPath, object, str]]:
-        if verl.backend(self.source, theirs) == "megatron" and verl.splits_sequences(self.source, theirs):
-            yield from _in(f"{role}.{verl.STRATEGY}", {"sequence_parallel": True})
-
-    def _trained(self, role: str, theirs: str, rate: float, tokens: int) -> Iterator[tuple[KeyPath, object, str]]:
-        source = self.source
-        steps, how = verl.accumulation(source, theirs)
-        schedule = "constant_with_warmup" if verl.warms_up(source, f"{theirs}.optim") else "constant"
-        optimizer = {"learning_rate": rate, "weight_decay": 0.01, "lr_scheduler_type": schedule}
-        yield from _in(f"{role}.training_args", optimizer)
-        sizes = {"per_device_train_batch_size": verl.micro_batch(source, theirs), "gradient_accumulation_steps": steps}
-        yield from _in(f"{role}.training_args", sizes, how)
-        if verl.dynamic(source, theirs):
-            limit: Any = tokens * verl.ulysses(source, theirs)
-            yield from _in(role, {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": limit})
-            limit = lookup(self.config, f"{role}.max_tokens_per_microbatch_in_train", limit)
-            yield from _in(role, {"use_dynamic_batching_in_infer": True, "max_tokens_per_microbatch_in_infer": limit})
-        yield from self._sequences(role, theirs)
-        yield from self._placed(role, f"{'megatron' if verl.backend(source, theirs) == 'megatron' else 'fsdp2'}_train")
-
-    def _scored(self) -> Iterator[tuple[KeyPath, object, str]]:
-        """The reference: its parallel sizes and micro-batches are by default the policy's."""
-        source, note = self.source, "by default the policy's, as in verl"
-        megatron = verl.backend(source, verl.REF) == "megatron"
-        yield from self._placed("reference", "megatron_infer" if megatron else "fsdp2_infer")
-        policy = lookup(self.config, f"actor_train.{verl.STRATEGY}", {})
-        names = verl.PARALLEL.split() if megatron else ["ulysses_size", "ep_size"]
-        sizes = {name: policy[name] for name in names if name in policy}
-        yield from _in(f"reference.{verl.STRATEGY}", sizes, note)
-        yield from self._sequences("reference", verl.REF)
-        if verl.dynamic(source, verl.ACTOR):
-            limit = lookup(self.config, "actor_train.max_tokens_per_microbatch_in_train") or 16384
-            tokens = {"use_dynamic_batching_in_infer": True, "max_tokens_per_microbatch_in_infer": limit}
-            yield from _in("reference", tokens, note)
-
-    def _generates(self) -> Iterator[tuple[KeyPath, object, str]]:
-        name = str(value_at(self.source, (*dotted(verl.ROLLOUT), "name")))
-        yield from self._placed("actor_infer", "vllm")
-        if name == "sglang":
-            size = 2 * verl.expert_parallel_copies(self.source)
-            yield from _in(verl.ENGINE, {"tp_size": size, "mem_fraction_static": 0.5})
-        elif name in ("vllm", "None"):
-            yield from _in(verl.ENGINE, {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5})
+    def _defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
+        trackers = self._installed(verl.loggers(self.source))
+        return [(("track_with",), trackers, self.default_note), *super()._defaults()]
 
 
 class _VerlSftConversion(_VerlConversion):
@@ -376,18 +294,3 @@ class _VerlSftConversion(_VerlConversion):
 
     def _roles(self) -> Iterable[KeyPath]:
         return [(sft.ROLE,)]
-
-    def _defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
-        """verl's default behaviour where roll-core's differs."""
-        _, how = sft.accumulation(self.source)
-        notes = {"gradient_accumulation_steps": how, "per_device_train_batch_size": how}
-        for key, value in {"track_with": self._trackers(), **sft.defaults(self.source)}.items():
-            yield (dotted(key), value, notes.get(key.rpartition(".")[2], "verl's default"))
-
-
-def _in(
-    parent: str, values: Mapping[str, object], note: str = "verl's default"
-) -> Iterator[tuple[KeyPath, object, str]]:
-    """Yield values below the dotted key `parent`, with a note."""
-    for name, value in values.items():
-        yield (dotted(f"{parent}.{name}" if parent else name), value, note)

@@ -6,14 +6,18 @@ Names, defaults and meanings are those of verl/trainer/config and of the code th
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll_migrate.rules import (
     AnyName,
+    Condition,
     Convert,
+    Default,
     Key,
     Outcome,
     Table,
+    always,
     if_on,
     keys,
     lookup,
@@ -37,7 +41,7 @@ from roll_migrate.shared_rules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 ROLE = "actor_rollout_ref"
 ACTOR, REF, ROLLOUT = f"{ROLE}.actor", f"{ROLE}.ref", f"{ROLE}.rollout"
@@ -61,9 +65,9 @@ def backend(source: Mapping[str, Any], role: str = ACTOR) -> str:
     return "fsdp"
 
 
-def has_backend(name: str) -> Any:
-    """Condition: the policy's engine is `name`."""
-    return lambda source: backend(source) == name
+def is_megatron(source: Mapping[str, Any]) -> bool:
+    """True if Megatron trains the policy."""
+    return backend(source) == "megatron"
 
 
 def count(source: Mapping[str, Any], key: str, default: Any = 1) -> int:
@@ -737,7 +741,7 @@ MODEL: Table = {
     **keys("use_shm use_liger use_fused_kernels fused_kernel_options tiled_mlp", FASTER),
     "mtp": switched("multi-token prediction layers are not trained"),
     "lora": only(
-        has_backend("megatron"),
+        is_megatron,
         "it is for Megatron; lora_rank, lora_alpha and target_modules apply",
         {
             "rank": _lora("lora_rank", "rank"),
@@ -880,9 +884,9 @@ VEOMNI: Table = {
 SHARED: Table = {
     "strategy": _strategy,
     "model_engine": unneeded("`strategy` has it"),
-    "fsdp_config": only(has_backend("fsdp"), "the strategy is another", FSDP),
-    "megatron": only(has_backend("megatron"), "the strategy is another", MEGATRON),
-    "veomni": only(has_backend("veomni"), "the strategy is another", VEOMNI),
+    "fsdp_config": only(lambda source: backend(source) == "fsdp", "the strategy is another", FSDP),
+    "megatron": only(is_megatron, "the strategy is another", MEGATRON),
+    "veomni": only(lambda source: backend(source) == "veomni", "the strategy is another", VEOMNI),
     "ulysses_sequence_parallel_size": _sequence_parallel,
     **keys(
         "profiler use_torch_compile use_fused_kernels use_remove_padding entropy_from_logits_with_chunking"
@@ -1175,16 +1179,187 @@ VERL: Table = {
     "distillation": switched("teachers are the pipeline distill", "enabled"),
     **keys("global_profiler transfer_queue ray_kwargs ray_init skip hydra", FASTER),
 }
-DEFAULTS: dict[str, object] = {
-    "rollout_batch_size": 1024,
-    "num_return_sequences_in_group": 1,
-    "prompt_length": 512,
-    "response_length": 512,
-    "adv_estimator": "gae",
-    "loss_agg_mode": "token-mean",
-    "shuffle": False,
-    "save_steps": 0,
-    "eval_steps": 0,
-    "resume_from_checkpoint": "auto",
-}
-"""verl's defaults that differ from roll-core's and depend on no other key."""
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+
+ENGINES = "the strategy of verl's engine"
+POOL = "verl's pool of n_gpus_per_node × nnodes GPUs, which roles use in turn"
+LIKE_POLICY = "by default the policy's, as in verl"
+
+
+def _of(fact: Callable[..., Any], *arguments: Any) -> Any:
+    """A value that is a fact of the imported config."""
+    return lambda source, config: fact(source, *arguments)
+
+
+def _slots(source: Mapping[str, Any]) -> str:
+    return f"list(range(0,{num_gpus(source)}))"
+
+
+def _placed(role: str, theirs: str, kind: str, when: Condition = always) -> tuple[Default, ...]:
+    """Strategy and slots of a role with weights of its own."""
+
+    def strategy(source: Mapping[str, Any]) -> str:
+        return f"{'megatron' if backend(source, theirs) == 'megatron' else 'fsdp2'}_{kind}"
+
+    def splits(source: Mapping[str, Any]) -> bool:
+        return bool(when(source) and backend(source, theirs) == "megatron" and splits_sequences(source, theirs))
+
+    return (
+        Default(f"{role}.{STRATEGY}.sequence_parallel", True, splits),
+        Default(f"{role}.strategy_args.strategy_name", _of(strategy), when, ENGINES),
+        Default(f"{role}.device_mapping", _of(_slots), when, POOL),
+    )
+
+
+def _trained(role: str, theirs: str, rate: float, tokens: int, when: Condition = always) -> tuple[Default, ...]:
+    """Optimizer, batches and placement of a trained role."""
+    args, tokens_in = f"{role}.training_args", f"{role}.max_tokens_per_microbatch_in"
+
+    def schedule(source: Mapping[str, Any]) -> str:
+        return "constant_with_warmup" if warms_up(source, f"{theirs}.optim") else "constant"
+
+    def limit(source: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+        return lookup(config, f"{tokens_in}_train", tokens * ulysses(source, theirs))
+
+    def is_filled(source: Mapping[str, Any]) -> bool:
+        return bool(when(source) and dynamic(source, theirs))
+
+    def arithmetic(source: Mapping[str, Any]) -> str:
+        return accumulation(source, theirs)[1]
+
+    return (
+        Default(f"{args}.learning_rate", rate, when),
+        Default(f"{args}.weight_decay", 0.01, when),
+        Default(f"{args}.lr_scheduler_type", _of(schedule), when),
+        Default(f"{args}.per_device_train_batch_size", _of(micro_batch, theirs), when, arithmetic),
+        Default(
+            f"{args}.gradient_accumulation_steps", lambda source, _: accumulation(source, theirs)[0], when, arithmetic
+        ),
+        Default(f"{role}.use_dynamic_batching_in_train", True, is_filled),
+        Default(f"{tokens_in}_train", lambda source, config: tokens * ulysses(source, theirs), is_filled),
+        Default(f"{role}.use_dynamic_batching_in_infer", True, is_filled),
+        Default(f"{tokens_in}_infer", limit, is_filled),
+        *_placed(role, theirs, "train", when),
+    )
+
+
+def _like_policy(engine: str, names: str) -> Iterator[Default]:
+    """Parallel sizes of the reference."""
+
+    def uses(source: Mapping[str, Any]) -> bool:
+        return has_reference(source) and (backend(source, REF) == "megatron") is (engine == "megatron")
+
+    for name in names.split():
+        size = partial(_setting, f"actor_train.{STRATEGY}.{name}")
+        yield Default(f"reference.{STRATEGY}.{name}", size, uses, LIKE_POLICY)
+
+
+def _setting(key: str, source: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    return lookup(config, key)
+
+
+def _clips_by(kind: str) -> Condition:
+    return lambda source: BOUNDS.get(loss_mode(source)) == kind
+
+
+def _has_engine(*names: str) -> Condition:
+    return lambda source: str(lookup(source, f"{ROLLOUT}.name")) in names
+
+
+def _evaluated(value: Any) -> Any:
+    return lambda source, config: value if "validation" in config else None
+
+
+def _scored_by(value: Any) -> Any:
+    return lambda source, config: None if lookup(config, f"rewards.{REWARD}.reward") else value
+
+
+def _has_gae(source: Mapping[str, Any]) -> bool:
+    return bool(lookup(source, "algorithm.adv_estimator", "gae") == "gae")
+
+
+def _has_kl_in_reward(source: Mapping[str, Any]) -> bool:
+    return bool(lookup(source, "algorithm.use_kl_in_reward"))
+
+
+def _adapts_kl(source: Mapping[str, Any]) -> bool:
+    return _has_kl_in_reward(source) and lookup(source, "algorithm.kl_ctrl.type") == "adaptive"
+
+
+def _reference_is_filled(source: Mapping[str, Any]) -> bool:
+    return has_reference(source) and dynamic(source, ACTOR)
+
+
+def _steps(source: Mapping[str, Any]) -> tuple[Any, str]:
+    note = "verl's default is 30 epochs: set it to 30 × rows of the data / rollout_batch_size"
+    return epochs_as_steps(source) or ("???", note)
+
+
+DEFAULTS: tuple[Default, ...] = (
+    Default("rollout_batch_size", 1024),
+    Default("num_return_sequences_in_group", 1),
+    Default("prompt_length", 512),
+    Default("response_length", 512),
+    Default("adv_estimator", "gae"),
+    Default("loss_agg_mode", "token-mean"),
+    Default("shuffle", False),
+    Default("save_steps", 0),
+    Default("eval_steps", 0),
+    Default("resume_from_checkpoint", "auto"),
+    Default("dual_clip", 3.0, lambda source: loss_mode(source) == "vanilla"),
+    Default("pg_options.clip_low", lambda source, _: clip_range(source)[0], _clips_by("clip")),
+    Default("pg_options.clip_high", lambda source, _: clip_range(source)[1], _clips_by("clip")),
+    Default("pg_options.delta_low", lambda source, _: clip_range(source)[0], _clips_by("delta")),
+    Default("pg_options.delta_high", lambda source, _: clip_range(source)[1], _clips_by("delta")),
+    Default("pg_options.ratio_high", 3.0, _clips_by("delta")),
+    Default("lambd", 1.0, _has_gae),
+    Default("whiten_advantages", True, _has_gae),
+    Default("init_kl_coef", 0.001, _has_kl_in_reward),
+    Default("target_kl", 0.1, _adapts_kl),
+    *_trained("actor_train", ACTOR, 1e-6, 16384),
+    Default("actor_train.model_args.lora_alpha", 32, lambda source: lora_rank(source) and is_megatron(source)),
+    Default("actor_train.model_args.lora_alpha", 16, lora_rank),
+    Default("actor_train.model_args.lora_target", "all-linear", lora_rank),
+    Default("actor_train.data_args.messages", "prompt"),
+    Default("actor_infer.strategy_args.strategy_name", "vllm", note=ENGINES),
+    Default("actor_infer.device_mapping", _of(_slots), note=POOL),
+    Default(f"{ENGINE}.tensor_parallel_size", 2, _has_engine("vllm", "None")),
+    Default(f"{ENGINE}.gpu_memory_utilization", 0.5, _has_engine("vllm", "None")),
+    Default(f"{ENGINE}.tp_size", lambda source, _: 2 * expert_parallel_copies(source), _has_engine("sglang")),
+    Default(f"{ENGINE}.mem_fraction_static", 0.5, _has_engine("sglang")),
+    *_like_policy("megatron", PARALLEL),
+    *_like_policy("fsdp2", "ulysses_size ep_size"),
+    *_placed("reference", REF, "infer", has_reference),
+    Default("reference.use_dynamic_batching_in_infer", True, _reference_is_filled, LIKE_POLICY),
+    Default(
+        "reference.max_tokens_per_microbatch_in_infer",
+        lambda source, config: lookup(config, "actor_train.max_tokens_per_microbatch_in_train") or 16384,
+        _reference_is_filled,
+        LIKE_POLICY,
+    ),
+    Default("value_clip", 0.5, has_critic),
+    Default(
+        "value_loss_agg_mode", lambda source, _: lookup(source, f"{ACTOR}.loss_agg_mode", "token-mean"), has_critic
+    ),
+    *_trained("critic", "critic", 1e-5, 32768, has_critic),
+    Default("validation.data_args.messages", _evaluated("prompt")),
+    Default("validation.generating_args.temperature", _evaluated(0.0)),
+    Default(
+        f"rewards.{REWARD}.reward",
+        _scored_by("math_rule"),
+        note="verl selects its rule by data_source: choose the reward of your data, see docs/rewards.md",
+    ),
+    Default(
+        f"rewards.{REWARD}.ground_truth",
+        _scored_by("reward_model.ground_truth"),
+        note="the column of verl's rows",
+    ),
+    Default(
+        "max_steps",
+        lambda source, _: _steps(source)[0],
+        lambda source: lookup(source, "trainer.total_training_steps") is None,
+        lambda source: _steps(source)[1],
+    ),
+)
+"""verl's defaults that differ from roll-core's."""

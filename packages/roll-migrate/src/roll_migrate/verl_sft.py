@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roll_migrate import verl_keys as verl
-from roll_migrate.rules import Key, Outcome, Table, if_on, keys, lookup, nested, only, refused, to, unneeded
+from roll_migrate.rules import Default, Key, Outcome, Table, if_on, keys, lookup, nested, only, refused, to, unneeded
 from roll_migrate.shared_rules import frequency, names_of_files
 
 if TYPE_CHECKING:
@@ -138,42 +138,6 @@ def _parallel(value: Any, key: Key) -> Outcome:
     return key.unneeded("1 has no effect") if value == 1 else key.renamed(f"{ROLE}.{verl.STRATEGY}.ulysses_size")
 
 
-def defaults(source: Mapping[str, Any]) -> dict[str, object]:
-    """verl's default behaviour where roll-core's differs, by dotted key."""
-    old, args = is_old(source), f"{ROLE}.training_args"
-    values: dict[str, object] = {
-        "seed": 1,
-        "save_steps": 0,
-        "eval_steps": 0,
-        "resume_from_checkpoint": "auto",
-        "prompt_length": 1024,
-        "response_length": 1024,
-        f"{args}.learning_rate": 1e-5 if old else 1e-3,
-        f"{args}.weight_decay": 0.01,
-        f"{args}.lr_scheduler_type": "cosine" if old else "constant",
-        f"{args}.per_device_train_batch_size": micro_batch(source),
-        f"{args}.gradient_accumulation_steps": accumulation(source)[0],
-        f"{ROLE}.device_mapping": f"list(range(0,{num_gpus(source)}))",
-        f"{ROLE}.strategy_args.strategy_name": (
-            "megatron_train" if source.get("model_engine") == "megatron" else "fsdp2_train"
-        ),
-    }
-    if old:
-        values |= {f"{args}.warmup_ratio": 0.1, f"{args}.adam_beta2": 0.95}
-    elif verl.warms_up(source, "optim"):
-        values[f"{args}.lr_scheduler_type"] = "constant_with_warmup"
-    if lookup(source, "trainer.total_training_steps") is None:
-        values[f"{args}.num_train_epochs"] = 4
-    if is_dynamic(source):
-        values |= {f"{ROLE}.use_dynamic_batching_in_train": True}
-        values |= {f"{ROLE}.max_tokens_per_microbatch_in_train": token_limit(source, 8192)}
-    if lookup(source, "model.lora_rank"):
-        values |= {f"{ROLE}.model_args.lora_alpha": 16, f"{ROLE}.model_args.lora_target": "all-linear"}
-    for role in roles(source):
-        values |= {f"{role}.data_args.{name}": column for name, column in columns(source).items()}
-    return values
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 MODEL: Table = {
@@ -257,3 +221,61 @@ SFT: Table = {
     "use_remove_padding": unneeded("sequences are always packed"),
     **keys("checkpoint profiler global_profiler hydra", verl.FASTER),
 }
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+
+ARGS = f"{ROLE}.training_args"
+
+
+def _by_trainer(old: Any, new: Any) -> Any:
+    return lambda source, _: old if is_old(source) else new
+
+
+def _schedule(source: Mapping[str, Any], _: Mapping[str, Any]) -> str:
+    return "cosine" if is_old(source) else "constant_with_warmup" if verl.warms_up(source, "optim") else "constant"
+
+
+def _strategy(source: Mapping[str, Any], _: Mapping[str, Any]) -> str:
+    return "megatron_train" if source.get("model_engine") == "megatron" else "fsdp2_train"
+
+
+def _column_of(role: str, name: str) -> Any:
+    return lambda source, _: columns(source).get(name) if role in roles(source) else None
+
+
+def _arithmetic(source: Mapping[str, Any]) -> str:
+    return accumulation(source)[1]
+
+
+def _has_lora(source: Mapping[str, Any]) -> bool:
+    return bool(lookup(source, "model.lora_rank"))
+
+
+DEFAULTS: tuple[Default, ...] = (
+    Default("seed", 1),
+    Default("save_steps", 0),
+    Default("eval_steps", 0),
+    Default("resume_from_checkpoint", "auto"),
+    Default("prompt_length", 1024),
+    Default("response_length", 1024),
+    Default(f"{ARGS}.learning_rate", _by_trainer(1e-5, 1e-3)),
+    Default(f"{ARGS}.weight_decay", 0.01),
+    Default(f"{ARGS}.lr_scheduler_type", _schedule),
+    Default(f"{ARGS}.per_device_train_batch_size", lambda source, _: micro_batch(source), note=_arithmetic),
+    Default(f"{ARGS}.gradient_accumulation_steps", lambda source, _: accumulation(source)[0], note=_arithmetic),
+    Default(f"{ARGS}.warmup_ratio", 0.1, is_old),
+    Default(f"{ARGS}.adam_beta2", 0.95, is_old),
+    Default(f"{ARGS}.num_train_epochs", 4, lambda source: lookup(source, "trainer.total_training_steps") is None),
+    Default(f"{ROLE}.device_mapping", lambda source, _: f"list(range(0,{num_gpus(source)}))"),
+    Default(f"{ROLE}.strategy_args.strategy_name", _strategy),
+    Default(f"{ROLE}.use_dynamic_batching_in_train", True, is_dynamic),
+    Default(f"{ROLE}.max_tokens_per_microbatch_in_train", lambda source, _: token_limit(source, 8192), is_dynamic),
+    Default(f"{ROLE}.model_args.lora_alpha", 16, _has_lora),
+    Default(f"{ROLE}.model_args.lora_target", "all-linear", _has_lora),
+    *(
+        Default(f"{role}.data_args.{name}", _column_of(role, name))
+        for role in (ROLE, "validation")
+        for name in ("messages", "prompt", "response")
+    ),
+)
+"""verl's defaults that differ from roll-core's."""
