@@ -99,7 +99,7 @@ def test_rloo_gives_a_group_of_one_no_credit():
     assert out.advantages_T.tolist() == [0, 1, -1]
 
 
-def test_rloo_does_not_compare_with_a_sequence_that_drew_nothing():
+def test_rloo_does_not_compare_with_an_empty_response():
     out = rloo(batch_of([[5], [0], [1]], [[1], [0], [1]], groups=[0, 0, 0]))
     assert out.advantages_T.tolist() == [4, 0, -4]
 
@@ -120,7 +120,7 @@ def test_gae_by_hand():
     assert out.returns_T.tolist() == pytest.approx([0, 0.2, 0.4, 1.0])
 
 
-def test_gae_takes_the_next_drawn_tokens_value_across_a_gap():
+def test_gae_uses_the_next_sampled_tokens_value_across_a_gap():
     # gamma 1, lambda 0: A_t = r_t + V_next - V_t, where the next of token 0 is token 3
     out = gae(batch_of([[0, 0, 0, 1]], [[1, 0, 0, 1]], values=[[0.5, 7, 7, 0.25]], gamma=1.0, lambd=0.0))
     assert out.advantages_T.tolist() == [-0.25, 0, 0, 0.75]
@@ -144,7 +144,7 @@ ESTIMATORS = [reinforce, grpo, rloo, gae]
 
 
 @pytest.mark.parametrize("estimate", ESTIMATORS)
-def test_a_batch_without_drawn_tokens_gets_zeros(estimate):
+def test_batch_without_sampled_tokens_gets_zeros(estimate):
     out = estimate(batch_of([[1, 2], [3]], [[0, 0], [0]], values=[[1, 1], [1]]))
     assert out.advantages_T.tolist() == [0, 0, 0]
 

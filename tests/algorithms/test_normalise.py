@@ -141,7 +141,7 @@ def test_clip_leaves_values_alone_without_a_bound():
     assert clip(values, 2.0).tolist() == [-2.0, 2.0]
 
 
-def test_whitening_reads_only_what_is_masked_in():
+def test_whitening_reads_only_masked_tokens():
     # masked values 1, 2, 3: mean 2, unbiased variance 1
     out = whiten(torch.tensor([1.0, math.nan, 2.0, 3.0]), torch.tensor([True, False, True, True]))
     assert out.tolist() == pytest.approx([-1, 0, 0, 1], abs=1e-6)
@@ -152,7 +152,7 @@ def test_whitening_of_one_or_of_equal_values_gives_zero():
     assert whiten(torch.full((3,), 5.0), torch.ones(3, dtype=torch.bool)).tolist() == [0.0] * 3
 
 
-def test_whitening_refuses_what_is_not_finite():
+def test_whitening_refuses_non_finite_values():
     with pytest.raises(NonFiniteError):
         whiten(torch.tensor([1.0, math.nan]), torch.tensor([True, True]))
 

@@ -90,7 +90,7 @@ def test_engine_gap_is_reported_before_the_policy_changes(micro_of):
     assert "logprob_gap" not in policy_objective(entropy_metric=False)(outputs, moved).metrics
 
 
-def test_only_what_is_needed_is_wanted():
+def test_only_required_outputs_are_requested():
     assert policy_objective(entropy_metric=False).want.entropy is False
     assert (policy_objective().want.entropy, policy_objective().want.entropy_grad) == (True, False)
     assert policy_objective(entropy_coef=0.01).want.entropy_grad is True
@@ -214,7 +214,7 @@ def test_a_step_without_a_token_to_learn_has_an_accuracy_of_0(micro_of):
     assert float(sft_objective(token_accuracy=True)(outputs, micro_of([[0, 0]])).metrics["token_accuracy"]) == 0.0
 
 
-def test_the_token_accuracy_is_asked_for_only_where_it_is_wanted():
+def test_token_accuracy_is_requested_only_if_configured():
     assert (sft_objective().want.topk, sft_objective(token_accuracy=True).want.topk) == (0, 1)
 
 

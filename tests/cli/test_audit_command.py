@@ -324,7 +324,7 @@ def test_end_token_inside_replies_warns_unless_in_the_model(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("eos", "stored", "level"), [(1, [1], "ok"), (2, [1], "ok"), (1, [1, 2], "ok")], ids=["base", "advised", "instruct"]
 )
-def test_the_audit_knows_the_end_ids_of_the_model(
+def test_audit_reads_the_end_ids_of_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str], eos: int, stored: list[int], level: str
 ) -> None:
     """A chat template with `<end>`, and a tokenizer and a generation config with other ends."""
@@ -390,7 +390,7 @@ def test_the_command_names_rows_that_a_reward_cannot_score(folder: Path, capsys:
         (CodeReward, CodeConfig(reward="code"), {"test_cases": []}),
     ],
 )
-def test_rewards_know_rows_that_they_cannot_score(
+def test_rewards_report_rows_that_they_cannot_score(
     function: type[RewardFunction], config: RewardConfig, row: dict[str, object]
 ) -> None:
     assert function(config).unscorable(row)

@@ -204,7 +204,7 @@ def test_errors_in_a_subdirectory_name_the_base_directory(here, monkeypatch):
     assert all(hint.endswith(f"cd {here}") for hint in found.values())
 
 
-def test_a_module_that_takes_too_long_is_told_but_no_mistake(here, capsys, monkeypatch):
+def test_slow_module_is_reported_but_not_an_error(here, capsys, monkeypatch):
     monkeypatch.setattr("roll_core.api.files.TIMEOUT_S", 0.01)
     Path("mine.py").write_text("import time\ntime.sleep(600)\ndef score(prompt, response): return 1.0\n")
     Path("run.yaml").write_text(function("mine:score"))

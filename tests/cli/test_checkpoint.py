@@ -49,7 +49,7 @@ def listed(capsys, *arguments):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_list_shows_step_size_and_what_goes_on_from_it(run, capsys):
+def test_list_shows_step_size_and_roles_of_a_checkpoint(run, capsys):
     assert cli.main(["checkpoint", "list", str(run.path)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["checkpoint", "step", "written", "size"]
@@ -59,7 +59,7 @@ def test_list_shows_step_size_and_what_goes_on_from_it(run, capsys):
         assert line.endswith("complete")
 
 
-def test_list_for_programs_says_the_same(run, capsys):
+def test_list_as_json_has_the_same_facts(run, capsys):
     code, rows = listed(capsys, "list", str(run.path))
     assert code == 0
     assert [row["step"] for row in rows] == [2, 4]
@@ -103,7 +103,7 @@ def test_a_truncated_file_is_seen_by_list(run, capsys):
     assert lines[2].endswith("damaged: actor_train/weights has 2999 bytes instead of 3000")
 
 
-def test_a_flipped_bit_is_seen_by_verify_and_by_list_when_asked(run, capsys):
+def test_flipped_bit_is_detected_by_verify_and_list_on_request(run, capsys):
     weights(run, 4).write_bytes(bytes(1500) + b"\1" + bytes(1499))
     assert cli.main(["checkpoint", "list", str(run.path)]) == 0
     assert cli.main(["checkpoint", "list", str(run.path), "--verify"]) == 1

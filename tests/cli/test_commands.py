@@ -68,7 +68,7 @@ def test_no_command_and_an_unknown_one_are_mistakes(capsys):
     assert mentions(capsys.readouterr().err, "check?")
 
 
-def test_check_says_who_does_what(config, capsys):
+def test_check_lists_the_roles_and_their_strategies(config, capsys):
     assert cli.main(["check", config]) == 0
     assert mentions(capsys.readouterr().out, "run.yaml: ok:", "sft_train hf_train × 1")
 
@@ -138,7 +138,7 @@ def test_overrides_without_a_config_are_a_mistake(capsys):
 
 
 @pytest.mark.parametrize(("error", "code"), [(RollError("it broke"), 1), (RunInterruptedError("stopped"), 130)])
-def test_an_error_of_ours_ends_with_its_message_and_exit_code(monkeypatch, capsys, error, code):
+def test_roll_error_ends_with_its_message_and_exit_code(monkeypatch, capsys, error, code):
     def fail(_):
         raise error
 
@@ -273,7 +273,7 @@ def test_worker_thread_inside_torch_does_not_abort_at_exit():
     assert "terminate called" not in done.stderr
 
 
-def test_sigterm_before_a_run_begins_says_so_and_exits_with_75(monkeypatch, capsys):
+def test_sigterm_before_a_run_is_reported_and_exits_with_75(monkeypatch, capsys):
     from roll_core.cli import run
 
     before = signal.getsignal(signal.SIGTERM)

@@ -259,7 +259,7 @@ def test_a_flipped_byte_is_found_before_anything_is_written(stored, tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_portable_state_it_says_what_to_set(tmp_path, capsys):
+def test_convert_without_a_portable_state_names_the_key_to_set(tmp_path, capsys):
     role = {"strategy": "hf_train", "world_size": 1, "weight_version": 1}
     store = CheckpointDirectory(tmp_path / "checkpoints")
     with store.writing(1, {"pipeline": "sft", "pipeline_state": {}, "roles": {"sft_train": role}}):

@@ -42,7 +42,7 @@ def test_a_good_config_on_a_good_machine_is_0(folder: Path, capsys: pytest.Captu
     assert "no errors" in shown
 
 
-def test_an_error_is_1_and_says_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_exits_with_1_and_names_a_remedy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.jsonl").unlink()
     assert cli.main(["doctor", "run.yaml"]) == 1
     shown = capsys.readouterr().out

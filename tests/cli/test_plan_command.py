@@ -46,7 +46,7 @@ def test_formulas_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> No
     assert mentions(capsys.readouterr().out, "11.0", "8", "1.4")
 
 
-def test_a_run_that_does_not_fit_is_1_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_does_not_fit_exits_with_1_and_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "run.yaml", "--host-memory", "2.5", "response_length=4096"]) == 1
     shown = capsys.readouterr().out
     assert "✗ does not fit by" in shown

@@ -222,7 +222,7 @@ def test_the_keys_are_those_of_the_schemas():
 
 
 @pytest.mark.parametrize("schema", schemas(), ids=lambda schema: schema.__name__)
-def test_every_key_says_what_it_means(schema):
+def test_every_key_has_a_description(schema):
     silent = [name for name, _, _, meaning in own_fields(schema) if not meaning]
     # A role in a pipeline and a part's own name are explained by their type.
     assert [name for name in silent if name not in ("reward", "pipeline", "data_args", *ROLES)] == []

@@ -148,6 +148,6 @@ def test_any_text_is_slots_or_a_value_error(text):
     assert all(type(slot) is int and slot >= 0 for slot in slots)
 
 
-def test_an_error_says_where_in_the_expression():
+def test_error_locates_the_place_in_the_expression():
     with raises_error(ValueError, "14"):
         parse_device_mapping("list(range(0,x8))")

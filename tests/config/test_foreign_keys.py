@@ -63,7 +63,7 @@ def test_every_key_in_the_place_of_a_foreign_one_exists():
             assert any(path[-len(steps) :] == steps for path in ours), (foreign, target)
 
 
-def test_no_foreign_key_is_a_key_of_ours_in_its_place():
+def test_no_foreign_key_is_a_roll_key_in_its_place():
     ours = {path for schema in (RLVRConfig, SFTConfig) for path in paths(schema)}
     assert not [foreign for foreign in foreign_keys() if tuple(foreign.split(".")) in ours]
 

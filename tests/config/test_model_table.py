@@ -75,7 +75,7 @@ def test_unknown_model_type_is_located(here, strategy):
 
 
 @pytest.mark.parametrize(("model_type", "mistakes"), [("qwen3", 0), ("vit", 2), ("qwen33", 2), ("rwkv", 1)])
-def test_the_model_type_of_a_directory_is_judged_as_well(here, model_type, mistakes):
+def test_model_type_of_a_directory_is_checked_as_well(here, model_type, mistakes):
     """hf_train trains an rwkv; hf_infer keeps its state in caches that an rwkv does not take."""
     Path("model/config.json").write_text(json.dumps({"model_type": model_type}))
     text = STORED.replace("STRATEGY", "hf_train")
@@ -83,7 +83,7 @@ def test_the_model_type_of_a_directory_is_judged_as_well(here, model_type, mista
     assert found(text, needs=False) == []
 
 
-def test_a_model_with_code_of_its_own_is_not_judged(here):
+def test_model_with_remote_code_is_not_checked(here):
     keys = {"model_type": "of_mine", "auto_map": {"AutoModelForCausalLM": "modeling.OfMine"}}
     Path("model/config.json").write_text(json.dumps(keys))
     assert found(STORED.replace("STRATEGY", "hf_train")) == []

@@ -164,7 +164,7 @@ def test_required_option_set_to_none_is_missing(problems):
     assert not problems("track_with=[strict_board]", "tracker_kwargs.strict_board.project=x")
 
 
-def test_a_part_without_a_schema_takes_no_options(problems):
+def test_part_without_a_schema_refuses_options(problems):
     assert keys(problems("pg_variant=loss", "pg_options.beta=1")) == ["pg_options.beta"]
     assert not problems("pg_variant=loss")
     found = problems("track_with=[bare_board]", "tracker_kwargs.bare_board.project=x")

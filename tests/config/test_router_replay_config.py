@@ -75,7 +75,7 @@ def told(config, folder):
     return {role.name for role in roles if model_spec(role, config, folder).router_replay}
 
 
-def test_the_policys_trainer_and_engine_are_told_and_nobody_else(read, tmp_path):
+def test_only_policy_trainer_and_engine_replay_routers(read, tmp_path):
     assert told(read(), tmp_path) == {"actor_train", "actor_infer"}
     assert told(read("router_replay.mode=disable"), tmp_path) == set()
 
@@ -87,7 +87,7 @@ def test_a_model_without_experts_is_refused_once(read):
     assert "mode: disable" in found
 
 
-def test_routers_that_are_not_known_are_named(read):
+def test_unknown_routers_are_named(read):
     found = problems(read, "actor_train.model_args.random_init.model_type=gpt_oss")
     assert mentions(found, "gpt_oss")
     assert "qwen3_moe" in found

@@ -265,7 +265,7 @@ def test_strategy_key_in_the_role_gets_a_hint_to_its_place(check):
         check("engines: {one: {tensor_parallel_size: 2, strategy_args: {strategy_name: engine}}}\n")
 
 
-def test_a_strategy_without_a_schema_takes_no_keys(check):
+def test_strategy_without_a_schema_refuses_keys(check):
     with raises_error(ConfigError, "learner.strategy_args.strategy_config.size"):
         check("", "learner.strategy_args.strategy_config.size=1")
 

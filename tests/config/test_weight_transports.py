@@ -195,7 +195,7 @@ def test_a_third_partys_transport_may_be_named(read):
     assert read("hf_train", "hf_infer", "weight_transport=pigeon").weight_transport == "pigeon"
 
 
-def test_a_trainer_that_nobody_knows_is_said_once(read):
+def test_unknown_trainer_is_reported_once(read):
     with pytest.raises(ConfigError) as caught:
         read("hf_trian", "apart")
     assert len(caught.value.problems) == 1

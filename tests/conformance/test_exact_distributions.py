@@ -64,7 +64,7 @@ def drawn(params, seed, rows, wrong=None):
     return np.array([random.choice(rows.shape[1], p=each) for each in probabilities(rows, wrong or params)])
 
 
-def test_right_draws_have_the_statistic_of_chi_square():
+def test_correct_samples_have_the_chi_square_statistic():
     params, statistics = SamplingParams(temperature=0.8), []
     for seed in range(60):
         sampled = SampledTokens(params)
@@ -75,7 +75,7 @@ def test_right_draws_have_the_statistic_of_chi_square():
     assert abs(np.mean(statistics) - (BINS - 1)) < 3.2
 
 
-def test_other_draws_are_less_likely_than_the_false_alarm():
+def test_wrong_samples_are_less_likely_than_the_false_alarm():
     rows, params = np.tile(ROWS, (24, 1)), SamplingParams(temperature=0.8)
     sampled = SampledTokens(params)
     sampled.add(rows, drawn(params, 1, rows, wrong=SamplingParams(temperature=1.0)))

@@ -93,7 +93,7 @@ def test_failed_rank_is_named_and_does_not_block_the_others(host, functions):
 
 
 @pytest.mark.parametrize(("how", "facts"), [("SIGKILL", ("SIGKILL",)), ("SIGSEGV", ("SIGSEGV",)), ("exit", ("7",))])
-def test_a_rank_that_dies_is_named(host, functions, how, facts):
+def test_killed_rank_is_named(host, functions, how, facts):
     with raises_error(RanksFailedError, "rank 1", *facts):
         host.run(functions.die, how, num_ranks=2)
 
@@ -115,7 +115,7 @@ def test_a_result_that_cannot_travel_is_an_error_of_the_rank(host, functions):
         host.run(functions.return_what_cannot_travel)
 
 
-def test_the_host_goes_on_after_failures(host, functions):
+def test_host_continues_after_failures(host, functions):
     with pytest.raises(RanksFailedError):
         host.run(functions.fail, 0)
     assert host.run(functions.place)[0][0] == 0

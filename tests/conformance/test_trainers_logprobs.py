@@ -71,6 +71,6 @@ def test_the_temperature_is_that_of_the_requests(setup):
         check_against_trainer("hf_train", setup, warmer, found)
 
 
-def test_a_trainer_is_asked_for_its_dtypes():
+def test_trainer_is_tested_only_in_its_dtypes():
     assert trains_in("hf_train", "bf16")
     assert not trains_in("hf_train", "fp8")

@@ -223,7 +223,7 @@ def test_overlong_rows_are_dropped_and_counted(load):
     assert str(counts) == "1 kept, 1 overlong prompts, 1 overlong responses"
 
 
-def test_overlong_responses_are_cut_where_that_is_asked_for(load):
+def test_overlong_responses_are_truncated_if_configured(load):
     rows, data, tokenizer = load(LONG)
     sequences, counts = encode_sft(rows, data, tokenizer, prompt_length=3, response_length=5, overlong="truncate")
     assert learnt(sequences[0], tokenizer) == ("12312345", "12345")

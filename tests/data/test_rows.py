@@ -70,7 +70,7 @@ def test_files_are_read_in_order_up_to_max_samples(tmp_path):
     assert [row.where for row in rows] == [f"{one} row 1", f"{one} row 2", f"{one} row 3", f"{two} row 1"]
 
 
-def test_a_changed_file_is_read_anew_and_nothing_is_left_behind(tmp_path, monkeypatch):
+def test_changed_file_is_reread_and_leaves_no_cache(tmp_path, monkeypatch):
     home = tmp_path / "home"
     monkeypatch.setenv("HF_HOME", str(home))
     path = write(tmp_path / "a.jsonl")
@@ -101,7 +101,7 @@ def test_ids_come_from_their_column_and_must_differ(tmp_path):
         ("a.txt", "x", ("format",)),
     ],
 )
-def test_files_that_cannot_be_read_say_where(tmp_path, name, content, facts):
+def test_unreadable_files_are_located(tmp_path, name, content, facts):
     (tmp_path / name).write_text(content)
     with raises_error(DataError, *facts) as caught:
         read_rows(DataArguments(file_name=str(tmp_path / name)))

@@ -83,7 +83,7 @@ def test_special_tokens_are_the_first_and_nothing_is_added(made, kind):
     assert encode(tokenizer, PAD) == [0]
 
 
-def test_sizes_are_what_they_say(made):
+def test_vocabularies_have_their_configured_size(made):
     assert len(made["byte"]) == 258
     assert len(made["bpe"]) == 300
     assert len(made["char"]) == 2 + len(set("".join(TEXTS)))

@@ -136,7 +136,7 @@ def test_a_yaml_example_is_a_config_or_a_part_of_one(text, tmp_path, monkeypatch
         assert load("run.yaml", (), load_registry()).config.pipeline
 
 
-def test_the_readmes_config_says_what_the_quick_start_does(tmp_path, monkeypatch):
+def test_readme_config_equals_the_quick_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(REPOSITORY / "examples" / "quickstart" / "model.yaml", ".")
     Path("run.yaml").write_text(example("README.md", "pipeline: rlvr", "yaml"), encoding="utf-8")
@@ -391,7 +391,7 @@ def test_the_suites_of_smaller_parts_are_classes_with_tests():
     assert names["TestPipeline"]().run_config(SimpleNamespace(rlvr=lambda: {"seed": 1})) == {"seed": 1}
 
 
-def test_a_transport_says_why_it_cannot_connect_two_roles():
+def test_transport_reports_why_it_cannot_connect_two_roles():
     names = run(example("docs/weight-sync.md", "class RdmaTransport"))
     transport = names["RdmaTransport"]()
     devices = [DeviceFacts(uuid=uuid) for uuid in ("GPU-1", "")]

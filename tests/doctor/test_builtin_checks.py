@@ -233,7 +233,7 @@ def test_a_small_device_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {each.level for each in devices.device_memory(CheckContext(platform=Gpus()))} == {"warning"}
 
 
-def test_without_a_platform_nothing_is_said_of_devices() -> None:
+def test_without_a_platform_devices_are_not_reported() -> None:
     assert not [*devices.dtypes(CheckContext(platform=None)), *devices.device_memory(CheckContext(platform=None))]
 
 
@@ -314,7 +314,7 @@ CHECKS: tuple[Callable[[CheckContext], Iterator[CheckResult]], ...] = (
     limits=st.tuples(st.integers(-1, 2**63), st.integers(-1, 2**63)),
     free=st.integers(0, 2**70),
 )
-def test_whatever_the_system_answers_is_a_result(
+def test_any_system_reply_is_a_result(
     context: CheckContext, system: str, release: str, limits: tuple[int, int], free: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:

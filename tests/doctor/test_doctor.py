@@ -140,7 +140,7 @@ def test_output_of_a_check_is_not_printed(doctor: Doctor, capsys: pytest.Capture
 
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], max_examples=50)
 @given(answer=st.lists(st.one_of(st.none(), st.text(), st.integers(), st.binary(), st.floats(), st.just(...))))
-def test_whatever_a_check_answers_there_are_findings(doctor: Doctor, answer: list[Any]) -> None:
+def test_any_check_reply_becomes_findings(doctor: Doctor, answer: list[Any]) -> None:
     found = of(doctor({"odd": lambda _: answer}), "odd")
     assert all(result.level == "warning" for result in found.values())
     assert bool(found) is bool(answer)

@@ -21,7 +21,7 @@ def data(tmp_path_factory):
     }
 
 
-def test_held_out_problems_are_in_no_training_file(data):
+def test_evaluation_problems_are_in_no_training_file(data):
     trained = {row["prompt"] for row in data["sft"] + data["train"]}
     held_out = {row["prompt"] for row in data["val"]}
     assert len(held_out) == len(data["val"]) == 500

@@ -95,7 +95,7 @@ def test_memory_is_the_hosts_where_nothing_limits_it() -> None:
     assert CpuPlatform().memory(0)["total"] == psutil.virtual_memory().total
 
 
-def test_cpu_is_always_found_and_says_what_it_saw() -> None:
+def test_cpu_is_always_found_and_reports_its_facts() -> None:
     probe = CpuPlatform().probe()
     assert probe.found
     assert "cores" in probe.why

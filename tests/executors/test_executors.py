@@ -108,7 +108,7 @@ def test_keywords_of_a_call_are_refused_instead_of_dropped(run: Run, group: Work
         call.args(1, seconds=0.0)
 
 
-def test_workers_know_their_place_and_members_say_where_they_run(run: Run, group: WorkerGroup) -> None:
+def test_workers_have_a_placement_and_members_report_hosts(run: Run, group: WorkerGroup) -> None:
     found = run(WorkerCall(group, "where").all())
     assert [place.rank for place, _ in found] == [0, 1]
     assert [member.rank for member in group.members] == [0, 1]
@@ -147,7 +147,7 @@ def test_guard_that_trips_in_a_worker_keeps_its_id(run: Run, group: WorkerGroup)
     assert caught.value.guard == "weights-unchanged"
 
 
-def test_any_other_error_says_who_where_what_and_keeps_the_trace(run: Run, group: WorkerGroup) -> None:
+def test_any_other_error_names_role_host_and_keeps_the_trace(run: Run, group: WorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
         run(WorkerCall(group, "divide").at(1))
     error = caught.value
@@ -162,7 +162,7 @@ def test_errors_of_async_methods_are_reported_alike(run: Run, group: WorkerGroup
         run(WorkerCall(group, "fail_async").at(0))
 
 
-def test_exception_that_cannot_be_pickled_still_says_what_it_was(run: Run, group: WorkerGroup) -> None:
+def test_unpicklable_exception_keeps_its_message(run: Run, group: WorkerGroup) -> None:
     with raises_error(WorkerError, "cannot_travel", "CannotTravel"):
         run(WorkerCall(group, "cannot_travel").at(0))
 
@@ -287,7 +287,7 @@ only_ray = pytest.mark.parametrize("started", [pytest.param("ray", marks=ON_RAY)
 
 
 @only_ray
-def test_workers_of_ray_are_told_who_they_are(run: Run, group: WorkerGroup) -> None:
+def test_ray_workers_receive_role_and_rank(run: Run, group: WorkerGroup) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WORKER_NAME", "CLUSTER_NAME", "MASTER_ADDR", "OMP_NUM_THREADS")
     assert run(WorkerCall(group, "environment").all(*names)) == [
         ["0", "2", "0", "reward-0", "reward", "127.0.0.1", "1"],
@@ -404,7 +404,7 @@ def test_worker_behind_a_network_gap_is_killed_if_group_survives(
 
 
 @only_ray
-def test_crash_is_told_from_a_kill_and_shows_where_it_was(run: Run, another: Executor) -> None:
+def test_crash_is_distinguished_from_a_kill_and_located(run: Run, another: Executor) -> None:
     async def crash() -> None:
         async with another:
             groups = await another.start([spec(ranks=1)])
@@ -429,7 +429,7 @@ def test_collectives_fail_with_the_cause_and_not_with_its_echo(run: Run, another
     run(reduce())
 
 
-def test_ray_address_where_nobody_answers_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_ray_address_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

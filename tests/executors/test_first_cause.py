@@ -73,7 +73,7 @@ def test_earliest_error_by_the_workers_clocks_is_the_cause() -> None:
         outcome(settle)
 
 
-def test_lowest_rank_speaks_for_all_that_fail_alike() -> None:
+def test_lowest_rank_represents_equal_failures() -> None:
     async def settle(futures: list[asyncio.Future[Any]]) -> None:
         for rank, at in ((2, 10.0), (1, 10.01), (0, 10.02)):
             futures[rank].set_exception(failed(ValueError("same"), at=at))
@@ -133,7 +133,7 @@ def test_deadline_names_every_rank_that_did_not_answer() -> None:
         outcome(settle, seconds=0.05)
 
 
-def test_error_of_ours_with_arguments_of_its_own_arrives_whole() -> None:
+def test_roll_error_with_own_arguments_arrives_complete() -> None:
     problem = ConfigProblem(where="a.yaml:1:2", key="x", message="is wrong")
 
     async def settle(futures: list[asyncio.Future[Any]]) -> None:

@@ -172,7 +172,7 @@ def test_models_without_device_mapping_share_first_cpu_slots() -> None:
     assert [p.num_threads for p in places["a"]] == [4]
 
 
-def test_reward_workers_hold_no_slot_and_one_thread() -> None:
+def test_reward_workers_use_no_slot_and_one_thread() -> None:
     roles = {"a": TrainWorkerConfig(), "rewards.m": RewardConfig(reward="r", world_size=3)}
     places = place_roles(roles, CpuPlatform(), 2, cores=4)
     assert [(p.slots, p.num_threads) for p in places["rewards.m"]] == [((), 1)] * 3
@@ -199,7 +199,7 @@ def test_slots_of_roles_that_are_not_started_need_not_exist() -> None:
     assert [(p.node, p.num_threads) for p in replay["actor_train"]] == [(0, 4)]
 
 
-def test_slot_beyond_the_cores_says_how_to_get_it() -> None:
+def test_slot_beyond_the_cores_names_the_key_to_set() -> None:
     places = place_roles({"a": train([5])}, CpuPlatform(), 2, cores=2)["a"]
     with raises_error(PlacementError, "slot 5", "num_gpus_per_node", "6"):
         check_local("a", "train", places, CpuPlatform(), 2)

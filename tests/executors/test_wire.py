@@ -104,7 +104,7 @@ def test_nan_and_infinities_stay() -> None:
     assert (up, down) == (math.inf, -math.inf)
 
 
-def test_a_judged_sample_survives_with_what_its_row_said() -> None:
+def test_scored_sample_keeps_the_columns_of_its_row() -> None:
     sample = Sample(
         id="0/1/2",
         group_id="0/1",

@@ -208,7 +208,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.
         ("start", "device_memory"),
     ],
 )
-def test_a_devices_memory_is_answered_by_what_was_being_done(method, known, registry):
+def test_device_out_of_memory_advice_depends_on_the_phase(method, known, registry):
     error = in_worker(raising(OUT_OF_MEMORY), method)
     assert str(error).startswith("actor_train rank 3 on node7: ")
     advice = advise(error, registry)

@@ -48,7 +48,7 @@ def test_a_model_larger_than_the_host(config, capsys):
 
 
 @pytest.mark.parametrize(("advice", "traced"), [("make room", False), ("", True)])
-def test_a_foreign_error_that_is_known_ends_without_a_trace(advice, traced, config, monkeypatch, capsys):
+def test_known_foreign_error_ends_without_a_traceback(advice, traced, config, monkeypatch, capsys):
     from roll_core.runtime.run import loop
 
     result = SimpleNamespace(error=OSError(28, "No space left on device"), advice=advice, exit_code=1)

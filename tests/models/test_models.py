@@ -249,7 +249,7 @@ def trial(host, strategy, model_type, folder):
 @pytest.mark.parametrize(
     "model_type", [each if each in EACH_CHANGE else pytest.param(each, marks=pytest.mark.slow) for each in TYPES]
 )
-def test_a_model_does_what_its_row_says(host, strategy, model_type, tmp_path):
+def test_model_supports_what_its_row_declares(host, strategy, model_type, tmp_path):
     need_versions(strategy)
     if UPDATE == "new" and model_type in rows(strategy):
         pytest.skip("its row exists")

@@ -82,7 +82,7 @@ def test_a_band_in_which_nothing_lies_is_refused():
         config("mean_filter", threshold_down=0.8, threshold_up=0.2)
 
 
-def test_a_tags_domain_is_the_entry_that_judges_it():
+def test_domain_of_a_tag_is_the_reward_entry_that_scores_it():
     rewards = {"math": RewardConfig(reward="r", tag_included=["aime"]), "code": RewardConfig(reward="r")}
     assert domains(rewards, ["math", "aime", "code", "chat"]) == {"math": "math", "aime": "math", "code": "code"}
     assert domains({"math": rewards["math"]}, ["chat", ""]) == {"chat": "math", "": "math"}

@@ -60,7 +60,7 @@ def test_divisible_shares_are_equal_in_every_batch(counts, divisor):
     assert list(islice(batch_counts(means), 50)) == [counts] * 50
 
 
-def test_domains_get_the_share_that_was_asked_for():
+def test_domains_get_their_configured_share():
     order = PromptOrder(rows(a=50, b=50, c=50), size=10, shares={"a": 0.5, "b": 0.3, "c": 0.2}, seed=0)
     assert Counter(prompt.tag for prompt in batch(order, 0)) == {"a": 5, "b": 3, "c": 2}
 
@@ -132,7 +132,7 @@ def test_shares_that_are_all_zero_are_refused():
         PromptOrder(rows(a=1), size=2, shares={"a": 0.0}, seed=0)
 
 
-def test_a_row_is_known_again_in_every_pass():
+def test_row_of_a_prompt_is_equal_in_every_epoch():
     order = PromptOrder(rows(a=5), size=5, shares={}, seed=0)
     passes = [[order.prompt("a", 5 * number + at) for at in range(5)] for number in range(3)]
     for number, prompts in enumerate(passes):

@@ -202,7 +202,7 @@ def test_remax_refuses_groups_of_a_run_without_greedy_responses():
         step(groups_of((1.0, 0.0), (1.0, 1.0)), adv_estimator="remax")
 
 
-def test_a_failed_reward_takes_no_part_in_its_groups_statistics():
+def test_failed_reward_is_excluded_from_group_statistics():
     # Were the failure a 0, the other sample would get a positive advantage. Alone in its group it gets none.
     run, sequences = step(groups_of((1.0, None), (1.0, 0.0)))
     assert [sequence.id for sequence in sequences] == ["0/0", "1/0", "1/1"]
@@ -750,7 +750,7 @@ def test_flat_and_rows_are_inverse():
         ({"train_infer_correction": {"filters": [{"agg_type": "max"}]}}, ("max", "ratio_enabled")),
     ],
 )
-def test_contradictions_are_refused_with_what_to_do(given, facts):
+def test_contradictions_are_refused_with_a_remedy(given, facts):
     with raises_error(ValueError, *facts):
         config(**given)
 
@@ -1038,7 +1038,7 @@ def test_batch_with_every_sample_dropped_trains_nothing():
     assert sequences == []
 
 
-def test_the_plan_says_what_the_config_says():
+def test_plan_follows_the_config():
     run, _ = step(groups_of((1.0, 0.0)))
     assert (run.plan.ahead, run.plan.concurrent, run.plan.keep) == (0.0, False, None)
     run, _ = step(groups_of((1.0, 0.0)), is_use_additional_prompts=True, max_additional_running_prompts=3)

@@ -30,7 +30,7 @@ def test_trainer_needs_16_bytes_per_parameter_in_float32(planned, num_parameters
     assert held(trainer, "start") == 8 * num_parameters  # gradients have their buffer from the beginning
 
 
-def test_in_bfloat16_it_holds_a_float32_copy_as_well(planned, num_parameters):
+def test_bfloat16_trainer_needs_a_float32_copy(planned, num_parameters):
     trainer = role(planned("actor_train.model_args.dtype=bf16"), "actor_train")
     largest = 1000 * 64
     assert held(trainer, "step") == (2 + 4 + 12) * num_parameters
@@ -128,7 +128,7 @@ def test_keys_and_values_have_room_for_the_longest_rows(planned):
     assert amounts(engine, "generate", "kv cache") == (10 * 64 + 48) * position
 
 
-def test_an_accelerator_holds_the_whole_kv_cache(planned):
+def test_accelerator_stores_the_full_kv_cache(planned):
     """Two layers of 32 key widths in float32; growing rows copies one of their four regions."""
     config = "actor_infer.strategy_args.strategy_config"
     keys = (f"{config}.max_num_seqs=10", f"{config}.max_num_batched_tokens=48")
@@ -204,7 +204,7 @@ def test_the_slot_with_least_memory_counts(planned):
     assert planned(*ACC, slot_bytes=5).capacity.slot == 5
 
 
-def test_a_host_holds_the_libraries_of_every_process(planned):
+def test_host_memory_counts_the_libraries_of_every_process(planned):
     one = next(load for load in planned().loads if load.phase == "train")
     three = next(load for load in planned("executor=ray", "num_gpus_per_node=1").loads if load.phase == "train")
     assert dict(one.by_role)["libraries"] == PROCESS_BYTES
@@ -231,14 +231,14 @@ def test_the_vocabulary_is_that_of_the_tokenizer_to_be_made(planned, kind, size)
     assert with_given - role(plan, "actor_train").parameters == (1000 - size) * hidden
 
 
-def test_a_formula_that_fails_is_told_and_ends_nothing(planned, monkeypatch):
+def test_failed_formula_is_reported_and_the_plan_continues(planned, monkeypatch):
     monkeypatch.setattr("roll_infer_hf.memory.engine", lambda question: 1 / 0)
     plan = planned()
     assert "memory:engine failed: ZeroDivisionError" in role(plan, "actor_infer").unknown
     assert not role(plan, "actor_train").unknown
 
 
-def test_the_size_of_a_librarys_model_is_not_known(planned, monkeypatch):
+def test_size_of_a_library_model_is_unknown(planned, monkeypatch):
     from roll_core.pipelines import plans
 
     usual = plans.sft

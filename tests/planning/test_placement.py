@@ -14,7 +14,7 @@ ACC = ("platform=acc", "executor=ray")
 SIXTEEN = ("actor_train.device_mapping=list(range(0,16))", "actor_infer.device_mapping=[0]", "rollout_batch_size=32")
 
 
-def test_places_and_executor_are_those_that_a_run_asks_for(loaded, registry, planned):
+def test_places_and_executor_equal_those_of_a_run(loaded, registry, planned):
     overrides = (*ACC, "actor_train.device_mapping=list(range(0,8))", "actor_infer.device_mapping=list(range(4,8))")
     found, config = planned(*overrides).placement, loaded(*overrides).config
     roles = found.pipeline.roles
@@ -45,7 +45,7 @@ def test_roles_are_those_of_the_pipeline(loaded, overrides):
     assert acting == {role.name for role in pipeline.roles() if role.kind != "reward"}
 
 
-def test_a_slot_that_this_host_lacks_is_what_a_run_says(planned):
+def test_missing_slot_has_the_error_of_a_run(planned):
     found = planned(*ACC, *SIXTEEN)
     assert not found.starts
     (problem,) = found.placement.problems
@@ -84,7 +84,7 @@ def test_roles_without_a_transport_are_a_problem_with_reason(planned):
     assert "shared: " in problem
 
 
-def test_nodes_of_a_cluster_are_not_asked_for(planned, monkeypatch):
+def test_nodes_of_a_cluster_are_not_requested(planned, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     found = planned(*ACC, "actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[0]")
     assert found.starts
@@ -115,7 +115,7 @@ def test_local_executor_limits_are_problems(planned):
     assert mentions(problem, "actor_train", "2 workers", "executor")
 
 
-def test_a_platform_that_is_not_here_is_drawn_all_the_same(planned, registry):
+def test_absent_platform_is_planned_with_a_problem(planned, registry):
     found = planned("platform=cuda", "num_gpus_per_node=8", "actor_train.device_mapping=list(range(0,8))")
     assert mentions(found.placement.problems[0], "cuda")
     assert len(found.placement.places["actor_train"]) == 8

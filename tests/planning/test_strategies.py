@@ -185,7 +185,7 @@ def test_fsdp2_divides_tokens_over_sequence_parallel_ranks(key):
         (3, "score", 4 * P // 2, 12 * P // 2, 4 * P // 2, 4 * P),
     ],
 )
-def test_deepspeed_spreads_what_its_stage_says(stage, act, weights, optimizer, gradients, buffers):
+def test_deepspeed_shards_the_states_of_its_stage(stage, act, weights, optimizer, gradients, buffers):
     found = train("deepspeed_train", {"zero_optimization": {"stage": stage}}, act)
     assert {name: found.get(name, 0) for name in ("weights", "optimizer", "gradients", "buffers")} == {
         "weights": weights,
@@ -223,7 +223,7 @@ def test_megatron_splits_by_tp_and_pp_and_shards_state():
     assert found["optimizer"] == 12 * (held // 2)
 
 
-def test_megatron_keeps_moments_on_the_host_if_told():
+def test_megatron_stores_moments_on_the_host_if_configured():
     keys = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
     found = uses(TrainProvider, "megatron_train", keys, "backward", on_host=False, dtype="bf16", apart=True)
     share = (P - MODEL.final_norm) // 2
@@ -266,7 +266,7 @@ def test_vllm_fp8_counts_one_byte_per_element_and_row_scales():
     assert found["weights"] == 4 * (elements + 4 * rows) + 2 * (P - 4 * elements)
 
 
-def test_vllm_in_blocks_holds_a_scale_for_each_of_them():
+def test_vllm_blocks_count_a_scale_per_block():
     found = uses(InferProvider, "vllm", {"quantization": "fp8_per_block"}, "generate", trains=False, dtype="bf16")
     elements, blocks = 4 * 64 * 64 + 3 * 64 * 128, 4 + 3
     assert found["weights"] == 4 * (elements + 4 * blocks) + 2 * (P - 4 * elements)

@@ -82,7 +82,7 @@ def test_a_microbatch_that_cannot_be_halved_is_divided_otherwise(loaded, registr
     assert found.overrides == ones
 
 
-def test_where_nothing_does_the_nearest_is_said(loaded, registry):
+def test_nearest_suggestion_is_shown_if_nothing_fits(loaded, registry):
     plan, found = proposal(loaded, registry, *LONG, host_bytes=PROCESS_BYTES)
     assert 0 < found.over < plan.over
 

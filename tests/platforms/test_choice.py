@@ -106,7 +106,7 @@ def test_on_a_cluster_it_need_not_be_where_the_driver_is(offer: Offer) -> None:
     assert select_platform(offer(cpu=0, absent=10), "absent", elsewhere=True).name == "absent"
 
 
-def test_a_host_without_slots_asks_for_their_number() -> None:
+def test_host_without_slots_requires_their_number() -> None:
     roles = {"actor_train": TrainWorkerConfig(device_mapping=[0, 9])}
     with raises_error(PlacementError, "num_gpus_per_node"):
         slots_per_node(AbsentBoard(), None)

@@ -46,7 +46,7 @@ def test_check_passes_without_the_hardware(
 
 
 @pytest.mark.slow(ci=True)
-def test_run_says_in_one_sentence_why_it_cannot_start(tmp_path: Path) -> None:
+def test_run_explains_in_one_sentence_why_it_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text(GRPO.format(platform="cuda"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')
     # Hidden, where there are some.

@@ -65,7 +65,7 @@ def test_bytes_that_are_no_text_are_none(version_py: Path) -> None:
     assert torch_build() is None
 
 
-def test_asking_imports_no_torch() -> None:
+def test_reading_the_build_imports_no_torch() -> None:
     script = "import sys; from roll_core.spec.platform import torch_build; torch_build(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

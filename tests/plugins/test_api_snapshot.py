@@ -106,7 +106,7 @@ def test_the_public_api_is_unchanged() -> None:
     assert not list(difference)
 
 
-def test_plugins_may_import_what_the_snapshot_has() -> None:
+def test_plugins_may_import_the_names_of_the_snapshot() -> None:
     from roll_testing.packaging import PUBLIC as IMPORTABLE
 
     modules = [f"{package}.{name}" for package, names in PUBLIC.items() for name in names]

@@ -189,7 +189,7 @@ def test_the_listing_for_people_names_the_cause_too(site):
         assert mentions(done.stdout, "'a_module_that_is_nowhere'")
 
 
-def test_check_of_the_plugins_fails_for_a_broken_one_and_says_so(site):
+def test_plugin_check_fails_and_names_the_broken_plugin(site):
     site.install("acme", source="import a_module_that_is_nowhere")
     done = site.roll_core("plugins", "--check", "--disable-plugin", "roll-core", ROLL_PLUGINS="acme")
     assert done.returncode == 2
@@ -313,7 +313,7 @@ def needing(needs):
         ('("no-such-engine>=2", "packaging<2"),', 2, "broken"),
     ],
 )
-def test_a_plugin_without_its_engine_says_what_is_missing(site, needs, code, listed):
+def test_plugin_without_its_engine_names_the_package(site, needs, code, listed):
     """A package of another version is a defect of the installation; a package that is not installed is a choice."""
     site.install("acme", source=needing(needs), files={"strategy.py": "import no_such_engine\nclass Engine: pass\n"})
     arguments = ("--check", "--disable-plugin", "roll-core")

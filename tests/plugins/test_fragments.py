@@ -65,7 +65,7 @@ def test_a_mistake_in_it_is_located_in_its_file(importable, folder):
     assert problem.where == "run.yaml:6:3"
 
 
-def test_a_fragment_that_nothing_refers_to_is_said_to_be_unused(importable, folder):
+def test_unreferenced_fragment_is_reported_as_unused(importable, folder):
     install(importable)
     (folder / "run.yaml").write_text(RUN.replace("  training_args: ${acme_adam}\n", ""), encoding="utf-8")
     with raises_error(ConfigError, "acme_adam"):
@@ -111,7 +111,7 @@ def test_missing_path_suggests_the_bare_fragment_name(importable, folder):
         load("run.yaml", [], load_registry())
 
 
-def test_a_record_says_the_file_by_its_own_name(importable):
+def test_fragment_file_must_have_the_name_of_its_record(importable):
     importable.install("acme-settings", source=PLUGIN.replace("{name}.yaml", "other.yaml"), name="acme_adam")
     (plugin,) = load_plugins(path=[str(importable.folder)], environ={})
     assert "expected 'package:acme_adam.yaml'" in str(plugin.error)

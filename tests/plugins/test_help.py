@@ -52,7 +52,7 @@ CONTRACTS = (pipeline.Run, pipeline.TrainRole, pipeline.InferRole, pipeline.Roll
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda each: each.__name__)
-def test_a_contract_says_which_of_its_calls_are_coroutines(contract):
+def test_contract_marks_its_coroutines(contract):
     (sentence,) = re.findall(r"Coroutines[^:]*: ([^.]*)\.", inspect.getdoc(contract))
     found = {name for name, value in vars(contract).items() if inspect.iscoroutinefunction(value)}
     assert set(re.findall(r"`(\w+)`", sentence)) == found

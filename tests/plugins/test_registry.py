@@ -116,7 +116,7 @@ def test_the_beginning_of_a_name_gets_those_that_begin_so():
         registry.find(InferProvider, "")
 
 
-def test_an_unknown_name_of_a_known_package_says_what_to_install():
+def test_unknown_name_of_a_known_package_names_the_install():
     with raises_error(UnknownProviderError, "roll-infer-vllm"):
         Registry([]).find(InferProvider, "vllm")
     with raises_error(UnknownProviderError, "'megatron_train'", "roll-strategy-megatron"):

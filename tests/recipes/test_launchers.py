@@ -84,7 +84,7 @@ def test_launcher_images_and_ray_version_match_the_repository():
     assert load("kuberay.yaml")["spec"]["rayClusterSpec"]["rayVersion"] == ray
 
 
-def test_hadolint_has_nothing_to_say():
+def test_hadolint_passes():
     hadolint = Path(sys.executable).with_name("hadolint")
     words = [hadolint, "--config", REPOSITORY / "docker" / "hadolint.yaml", LAUNCHERS / "ray.Dockerfile"]
     done = subprocess.run([str(each) for each in words], capture_output=True, text=True, check=False)

@@ -31,7 +31,7 @@ def test_passed_check_trips_no_guard() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, action in ACTIONS.items() if action == "error"])
-def test_a_guard_ends_the_run_by_its_id_with_what_to_do(name: str) -> None:
+def test_guard_ends_the_run_with_its_id_and_a_remedy(name: str) -> None:
     with raises_error(GuardTrippedError, "guard", name, "step 3", "(docs/guards.md#") as caught:
         guards().check(name, False, "seen at step 3")
     assert caught.value.guard == name
@@ -87,7 +87,7 @@ def test_an_error_that_a_guard_watches_for_is_raised_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("value", "trips"), [(0.0, False), (0.05, False), (0.051, True), (math.nan, True), (math.inf, True)]
 )
-def test_a_threshold_holds_numbers_and_nothing_else(value: float, trips: bool) -> None:
+def test_threshold_accepts_only_numbers(value: float, trips: bool) -> None:
     events: list[GuardEvent] = []
     watch = Guards(GuardsConfig.model_validate({"logprob_gap": "warn"}), events.append)
     watch.check_at_most("logprob_gap", value, watch.config.logprob_gap.bound("dtype"), "mean |Δ logprob|")

@@ -207,7 +207,7 @@ def test_step_times_are_those_of_the_step_and_add_up() -> None:
     assert {row.stage: row.tokens_per_s for row in ledger.rows()}["train"] == 500 / 52
 
 
-def test_the_screen_is_told_of_the_stage_that_the_run_is_in() -> None:
+def test_console_receives_the_current_stage() -> None:
     seen: list[str] = []
     ledger = Ledger(on_change=seen.append)
     with ledger.stage("evaluation"):
@@ -218,7 +218,7 @@ def test_the_screen_is_told_of_the_stage_that_the_run_is_in() -> None:
     assert seen == ["evaluation", "offload", "evaluation", "onload", "evaluation", ""]
 
 
-def test_the_process_is_as_old_as_the_clock_says() -> None:
+def test_process_age_equals_the_clock() -> None:
     first = process_age_s()
     time.sleep(0.05)
     assert process_age_s() - first >= 0.04

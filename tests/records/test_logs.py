@@ -30,7 +30,7 @@ def test_log_file_gets_all_our_messages_and_console_warnings(tmp_path: Path) -> 
     assert shown == ["warning: größer als 3", "warning: of a plugin"]
 
 
-def test_other_libraries_are_held_back(tmp_path: Path) -> None:
+def test_messages_of_other_libraries_are_suppressed(tmp_path: Path) -> None:
     shown: list[str] = []
     with run_logging(tmp_path / "log.txt", shown.append):
         chatty = logging.getLogger("httpx.client")

@@ -29,7 +29,7 @@ FACTS = RunFacts(
 )
 
 
-def test_a_run_that_goes_on_has_a_whole_record(tmp_path: Path) -> None:
+def test_running_run_has_a_complete_record(tmp_path: Path) -> None:
     RunRecord(tmp_path / "run.json", FACTS)
     record = read_record(tmp_path / "run.json")
     assert (record["outcome"], record["ended"], record["error"]) == ("running", None, None)
@@ -116,7 +116,7 @@ def test_a_record_that_cannot_be_read_is_empty(tmp_path: Path, content: bytes) -
     assert read_record(tmp_path / "gone.json") == {}
 
 
-def test_a_run_that_was_killed_is_known_by_its_process(tmp_path: Path) -> None:
+def test_killed_run_is_recognised_by_its_process(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path

@@ -24,7 +24,7 @@ def test_runs_of_an_experiment_are_numbered(tmp_path: Path) -> None:
     assert RunDir.create(tmp_path, "sft").name == "sft/001"
 
 
-def test_numbers_go_on_behind_gaps_and_beyond_three_digits(tmp_path: Path) -> None:
+def test_run_numbers_continue_after_gaps_and_three_digits(tmp_path: Path) -> None:
     (tmp_path / "x" / "999").mkdir(parents=True)
     (tmp_path / "x" / "notes").mkdir()
     assert RunDir.create(tmp_path, "x").path.name == "1000"
@@ -68,7 +68,7 @@ def test_an_output_dir_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) 
     assert caught.value.exit_code == 2
 
 
-def test_resume_false_asks_for_nothing(tmp_path: Path) -> None:
+def test_resume_false_selects_no_checkpoint(tmp_path: Path) -> None:
     assert find_checkpoint(False, output_dir=tmp_path, exp_name="x") is None
 
 

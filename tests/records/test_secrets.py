@@ -21,7 +21,7 @@ from roll_core.spec.config import RunConfig
         ("tracker_kwargs.wandb.api_key", "x"), ("AWS_SECRET_ACCESS_KEY", "x"), ("ssh_key", "x"), ("authorization", "x"),
     ],
 )  # fmt: skip
-def test_a_key_can_say_that_its_value_is_a_secret(key: str, value: object) -> None:
+def test_key_can_mark_its_value_as_secret(key: str, value: object) -> None:
     assert is_secret(key, value)
 
 
@@ -75,7 +75,7 @@ def test_secrets_in_text_are_found_by_their_form(text: str, clean: str) -> None:
         "größe: 3 – 4 🎉",
     ],
 )  # fmt: skip
-def test_other_text_is_left_alone(text: str) -> None:
+def test_other_text_is_unchanged(text: str) -> None:
     assert Redactor().text(text) == text
 
 
@@ -116,7 +116,7 @@ def test_numbers_are_only_hidden_under_words_that_leave_no_doubt(values: dict[st
 
 
 @pytest.mark.parametrize("unit", ["a", "a-", "a.", "a_1", "sk-", "eyJ", "a:", "x=", "://", "'", '"', "a://b"])
-def test_long_texts_without_blanks_take_no_time(unit: str) -> None:
+def test_long_texts_without_spaces_are_redacted_fast(unit: str) -> None:
     text = unit * (200_000 // len(unit))  # would take hours if the time were quadratic
     assert len(Redactor().text(text)) > 0
 

@@ -114,7 +114,7 @@ def test_reading_survives_a_cut_line_garbage_and_a_missing_file(tmp_path: Path) 
     assert read_metrics(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
 
 
-def test_writing_goes_on_behind_a_cut_line(tmp_path: Path) -> None:
+def test_writing_continues_after_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
     writer = LineWriter(path)

@@ -78,7 +78,7 @@ def test_sentences_are_prose(text):
         raise DataError(text)
 
 
-def test_refused_holds_code_place_key_and_facts():
+def test_refused_has_code_place_key_and_facts():
     error = ConfigError([ConfigProblem("a.yaml:1:2", "x.y", "found 12", code="ROLL-C013")])
     check_error(error, "ROLL-C013", "12", at="a.yaml:1:2", key="x.y")
     for kind, fact, at, key in [

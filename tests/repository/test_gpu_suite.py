@@ -33,7 +33,7 @@ def run(suite, tmp_path, code, **fields):
     return suite.run_part(part(suite, code, **fields), "cuda", os.environ, tmp_path)
 
 
-def test_a_part_that_fails_or_hangs_is_told_from_one_that_passes(suite, tmp_path):
+def test_failed_or_hung_part_is_distinguished_from_a_pass(suite, tmp_path):
     figures = "import json; print('said before'); print(json.dumps({'figures': {'n': 3}}))"
     assert run(suite, tmp_path, figures)["figures"] == {"n": 3}
     assert run(suite, tmp_path, figures)["status"] == "passed"
@@ -57,7 +57,7 @@ def test_device_parts_never_pass_on_a_cpu(suite, tmp_path):
 @pytest.mark.parametrize(
     ("options", "tiny"), [(["acme", "--rehearsal"], 1), (["cpu"], 1), (["acme"], 0)], ids=["option", "cpu", "device"]
 )
-def test_a_rehearsal_tells_its_parts_and_its_results(suite, tmp_path, monkeypatch, options, tiny):
+def test_rehearsal_lists_its_parts_and_results(suite, tmp_path, monkeypatch, options, tiny):
     code = "import json, os; print(json.dumps({'figures': {'tiny': int(os.environ.get('ROLL_GPU_REHEARSAL', 0))}}))"
     monkeypatch.setattr(suite, "PARTS", (part(suite, code),))
     monkeypatch.setattr(sys, "argv", ["./run gpu", "--out", str(tmp_path), "--device", *options])

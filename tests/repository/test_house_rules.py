@@ -80,7 +80,7 @@ def test_the_core_compares_with_no_parts_name():
     assert violations([*(path for path in IN_CORE if area(path) != "builtin"), *MODELING], rule) == []
 
 
-def test_the_core_never_asks_torch_for_one_vendors_devices():
+def test_core_never_uses_torch_devices_of_one_vendor():
     def rule(module):
         for node in ast.walk(module):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.cuda", "torch.npu", "torch.xpu"}:

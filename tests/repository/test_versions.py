@@ -30,7 +30,7 @@ def test_the_repository_s_versions_agree():
     assert versions(REPOSITORY) == 0
 
 
-def test_every_package_asks_for_a_torch_that_has_what_they_use():
+def test_every_package_requires_a_torch_with_the_used_features():
     """`torch.accelerator` has memory functions from 2.9 on, cuBLAS is deterministic without a setting from 2.10 on."""
     floors = {}
     for name, project in PROJECTS.items():
@@ -106,7 +106,7 @@ def test_a_record_needs_what_its_distribution_requires():
                 assert (first.name, str(first.specifier)) in required, f"{plugin.package}: {record.name}"
 
 
-def test_every_plugin_of_ours_is_an_extra_of_the_core():
+def test_every_roll_plugin_is_an_extra_of_the_core():
     named = {
         Requirement(each).name for extra in PROJECTS["roll-core"]["optional-dependencies"].values() for each in extra
     }

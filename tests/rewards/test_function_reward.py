@@ -93,7 +93,7 @@ def test_valid_return_values_are_rewards(reward_of, asking, isolation, returned,
         "__import__('roll_core.types').types.Reward(value=None, failure='no judge')",
     ],
 )
-def test_a_function_may_say_that_it_failed(reward_of, asking, isolation, returned):
+def test_function_may_report_a_failure(reward_of, asking, isolation, returned):
     found = reward_of(f"def f(prompt, response): return {returned}", isolation=isolation).score(asking("x"))
     assert (found.value, found.failure) == (None, "no judge")
 

@@ -317,7 +317,7 @@ def test_endless_answers_fail_at_their_deadline(asking):
         reward.close()
 
 
-def test_many_threads_get_their_own_verdicts(math_rule, asking):
+def test_concurrent_threads_get_separate_scores(math_rule, asking):
     def judge(i):
         return math_rule.score(asking(rf"\boxed{{{i % 7}}}", ground_truth=str(i % 5))).value
 

@@ -81,7 +81,7 @@ def test_a_model_without_one_score_is_found_before_it_is_loaded(keys):
     assert problems(RUN) == [(20, f"{AT}.model_args.model_name_or_path", "ROLL-C041")]
 
 
-def test_a_reward_by_rule_takes_no_strategy():
+def test_rule_reward_refuses_a_strategy():
     assert (18, "rewards.style.strategy_args", "ROLL-C017") in [
         (each[0] - 3, *each[1:]) for each in problems(RUN.replace("reward: model", "reward: math_rule"))
     ]

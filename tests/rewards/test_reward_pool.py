@@ -236,14 +236,14 @@ def test_reply_to_another_job_is_refused_and_ends_its_process(pool_of):
     assert pool.call({"act": "echo", "value": 2}, timeout_s=60) == 2
 
 
-def test_a_target_that_cannot_be_loaded_is_told_at_the_start(user_module):
+def test_unloadable_target_is_reported_at_the_start(user_module):
     pool = RewardPool(f"{user_module('raise OSError(5)')}:prepare", {}, size=1, start_timeout_s=60.0)
     with raises_error(RewardFailure, "OSError: 5", ".py:1"):
         pool.start(wait=True)
     pool.close()
 
 
-def test_a_target_that_takes_too_long_to_load_is_told(user_module):
+def test_target_that_loads_too_slowly_is_reported(user_module):
     pool = RewardPool(f"{user_module('import time; time.sleep(600)')}:prepare", {}, size=1, start_timeout_s=0.5)
     with raises_error(RewardFailure, "0.5"):
         pool.start(wait=True)
@@ -288,7 +288,7 @@ def test_child_process_of_a_judge_is_killed_on_close(pool_of):
 
 
 @pytest.mark.parametrize("busy_with", ["echo", "sleep", "c code"])
-def test_judges_die_with_their_parent_even_if_it_is_killed(user_module, tmp_path, busy_with):
+def test_reward_processes_exit_with_a_killed_parent(user_module, tmp_path, busy_with):
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(f"""

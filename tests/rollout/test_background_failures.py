@@ -85,7 +85,7 @@ def test_every_task_is_a_background_task_or_awaited():
     assert set(calls("create_task", "ensure_future")) == TASKS
 
 
-def test_every_thread_is_known():
+def test_every_thread_is_registered():
     assert set(calls("Thread", "ThreadPoolExecutor")) == set(THREADS)
 
 
@@ -153,7 +153,7 @@ async def background_task():
         background_task,
     ],
 )
-def test_an_exception_where_nobody_awaits_ends_the_run(inject):
+def test_unawaited_exception_ends_the_run(inject):
     closed = []
 
     async def main():
@@ -190,7 +190,7 @@ class Unprintable(Exception):
         raise Boom
 
 
-def test_a_workers_thread_answers_whatever_is_raised_and_goes_on(monkeypatch):
+def test_worker_thread_returns_any_error_and_continues(monkeypatch):
     monkeypatch.setattr(openmp, "rest", boom)
 
     def unprintable():

@@ -64,7 +64,7 @@ REQUESTS = [request(f"r{i}", n=2) for i in range(8)]
 
 
 @pytest.mark.parametrize("lives_s", [[None], [1.5, None], [1.5, 0.0, 1.5, None]])
-def test_answers_are_whole_however_often_all_replicas_died(lives_s):
+def test_responses_are_complete_after_repeated_replica_death(lives_s):
     async def main():
         async with started(*lives_s) as role:
             found = await role.generate(REQUESTS)
@@ -97,7 +97,7 @@ def test_concurrent_callers_restart_a_replica_once():
     in_virtual_time(main)
 
 
-def test_a_death_that_nobody_waits_for_is_mended_when_one_does():
+def test_unobserved_replica_death_is_repaired_on_next_request():
     async def main():
         async with started(1.5, None) as role:
             found = {}
@@ -111,7 +111,7 @@ def test_a_death_that_nobody_waits_for_is_mended_when_one_does():
     in_virtual_time(main)
 
 
-def test_a_publish_that_fails_is_what_the_one_who_waits_hears():
+def test_failed_publish_is_raised_to_the_waiting_caller():
     async def main():
         async with started(1.5) as role:
 

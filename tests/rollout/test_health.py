@@ -125,7 +125,7 @@ def test_hung_replica_does_not_block_progress_of_others():
     in_virtual_time(main)
 
 
-def test_an_engine_that_is_slow_to_tell_is_asked_less_often():
+def test_slow_progress_is_requested_less_often():
     class Slow(SimulatedEngine):
         polls = 0
 
@@ -290,7 +290,7 @@ def test_abort_of_a_hung_replica_blocks_until_its_timeout_only(how):
     in_virtual_time(main)
 
 
-def test_a_replica_that_dies_while_it_is_given_up_is_lost_once():
+def test_replica_exiting_during_its_timeout_is_lost_once():
     class Slow(Deaf):
         async def terminate(self, why):
             await asyncio.sleep(3)

@@ -330,7 +330,7 @@ def test_output_interrupted_at_its_last_token_is_complete():
     in_virtual_time(main)
 
 
-def test_an_abort_that_overtakes_its_request_is_asked_again():
+def test_abort_that_overtakes_its_request_is_sent_again():
     class Deaf(SimulatedEngine):
         """Does not hear the first abort."""
 
@@ -469,7 +469,7 @@ def test_reported_tokens_are_not_regenerated_after_a_death():
     in_virtual_time(main)
 
 
-def test_when_the_last_replica_dies_everybody_who_waits_is_told():
+def test_death_of_the_last_replica_is_raised_to_all_callers():
     async def main():
         replica = engine("0")
         queue = RequestQueue([replica])
@@ -546,7 +546,7 @@ def test_prompt_logprobs_restart_if_their_replica_is_lost():
     in_virtual_time(main)
 
 
-def test_seeds_of_what_goes_on_are_new_and_repeatable():
+def test_seeds_of_resumed_requests_are_new_and_repeatable():
     class Recording(SimulatedEngine):
         def submit(self, requests, on_result):
             for each in requests:

@@ -283,7 +283,7 @@ def test_prompts_of_other_data_are_refused(tmp_path, changed, facts):
         record(tmp_path, 1).batch(1, plan_of(prompt=lambda tag, position: changed(prompt(tag, position))))
 
 
-def test_a_resumed_run_takes_over_what_was_recorded_before(tmp_path):
+def test_resumed_run_keeps_earlier_recordings(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()

@@ -246,7 +246,7 @@ def test_batch_only_waits_for_a_long_response_passed_over_before():
     in_virtual_time(main)
 
 
-def test_a_resumed_scheduler_still_knows_who_was_passed_over():
+def test_resumed_scheduler_remembers_passed_over_prompts():
     async def main():
         chosen = plan(ahead=0.5, first_ready=True)
         queue = fleet()
@@ -299,7 +299,7 @@ def test_synchronous_prompts_are_replaced_round_by_round():
     )
 
 
-def test_groups_are_judged_while_others_are_drawn():
+def test_groups_are_scored_while_others_are_sampled():
     """One group after the other is drawn in a second, and judged in a second."""
 
     async def main():
@@ -387,7 +387,7 @@ def test_groups_that_the_filter_rejects_are_not_kept_in_memory():
     in_virtual_time(main)
 
 
-def test_a_filter_that_nothing_passes_ends_with_what_there_is():
+def test_batch_is_smaller_if_the_filter_drops_most_groups():
     async def main():
         queue = fleet()
         tried = []

@@ -60,7 +60,7 @@ def value(number):
     return Reward(value=float(number))
 
 
-def test_only_what_failed_is_judged_again_and_by_another_worker():
+def test_only_failed_samples_are_rescored_by_another_worker():
     workers = Workers(2, lambda rank, request, time: FAILURE if request == "b" and time == 0 else value(time))
     role = role_of(workers)
     found = asyncio.run(role.score(["a", "b", "c"]))

@@ -65,13 +65,13 @@ def test_an_output_has_the_tokens_of_all_turns():
     assert run(main).token_ids.tolist() == list(range(5, 35))
 
 
-def test_whose_environment_works_slows_nobody_down():
+def test_working_environment_slows_no_other_trajectory():
     ended = times({"a": trajectory([10, 10], [0, 0], [100.0, 0.0]), "b": trajectory([50], [0], [0.0])})
     assert ended["b"] == pytest.approx(2 * 0.05 + 10 * 0.022 + 40 * ALONE_S)
     assert ended["a"] == pytest.approx(2 * 0.05 + 10 * 0.022 + 100 + 10 * ALONE_S)
 
 
-def test_whose_environment_works_leaves_its_row_to_others():
+def test_working_environment_frees_its_row():
     one_row = Speed(base_s=0.02, row_s=0.001, prompt_token_s=0.01, max_rows=1)
     ended = times({"a": trajectory([10, 10], [0, 0], [0.5, 0.0]), "b": trajectory([100], [0], [0.0])}, one_row)
     # b begins when a has drawn its first turn, and a has to wait for it though its environment answers sooner.

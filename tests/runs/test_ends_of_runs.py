@@ -80,7 +80,7 @@ def steps_of(checkpoints: Path, pattern: str) -> list[int]:
     return [int(re.search(r"step-(\d+)", path.name)[1]) for path in checkpoints.glob(pattern)]
 
 
-def test_a_run_stopped_by_ctrl_c_says_so_and_exits_with_130(runs):
+def test_run_stopped_by_ctrl_c_is_reported_and_exits_with_130(runs):
     if runs.executor == "ray":
         pytest.skip("shown on the local executor; SIGTERM is shown on both")
     process = start(runs, runs.rlvr(max_steps=10_000))

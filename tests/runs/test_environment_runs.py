@@ -51,7 +51,7 @@ def test_local_executor_refuses_a_second_environment(runs, python):
         runs.run(config)
 
 
-def test_check_says_that_an_environment_does_not_exist(runs, monkeypatch):
+def test_check_reports_a_missing_environment(runs, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = runs.rlvr(executor="auto")
     config["actor_infer"]["environment"] = {"python": "/nowhere/env"}
@@ -69,7 +69,7 @@ def test_check_says_that_an_environment_does_not_exist(runs, monkeypatch):
         ({"pakages": ["x"], "python": "python3"}, ("packages",)),
     ],
 )
-def test_an_environment_that_says_nothing_useful_is_refused(runs, environment, facts):
+def test_environment_with_invalid_output_is_refused(runs, environment, facts):
     config = runs.rlvr(executor="auto")
     config["actor_infer"]["environment"] = environment
     with raises_error(ConfigError, *facts):

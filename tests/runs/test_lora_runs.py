@@ -64,7 +64,7 @@ def test_adapter_engine_receives_only_the_adapter(runs):
     assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
 
 
-def test_ranks_that_share_a_policy_send_the_adapter_alone(ray_runs):
+def test_ranks_that_share_a_policy_send_only_the_adapter(ray_runs):
     config = with_lora(ray_runs.rlvr(max_steps=2, guards=EVERY_STEP))
     config["actor_train"] |= {"strategy_args": {"strategy_name": "fsdp2_train"}, "device_mapping": [0, 1]}
     config["actor_infer"]["strategy_args"]["strategy_config"] = {"enable_lora": True}
@@ -165,7 +165,7 @@ def test_adapters_on_two_ranks_train_as_on_one(ray_runs):
     assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
 
 
-def test_sft_exports_its_adapters_alone(local_runs):
+def test_sft_exports_only_its_adapters(local_runs):
     from peft import AutoPeftModelForCausalLM
 
     runs = local_runs

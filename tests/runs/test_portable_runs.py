@@ -90,7 +90,7 @@ def test_strategy_loads_its_own_state_format(local_runs):
     assert "loads the portable state of" not in log_of(last)
 
 
-def test_a_checkpoint_without_the_state_says_how_to_get_one(local_runs):
+def test_checkpoint_without_portable_state_names_the_remedy(local_runs):
     saved = local_runs.ok(sft(local_runs, "hf_train", portable_checkpoints=False))
     other = sft(local_runs, "fsdp2_train", resume_from_checkpoint=str(at(saved, 2)))
     result = local_runs.run(other)

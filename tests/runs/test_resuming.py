@@ -69,7 +69,7 @@ def test_run_does_not_restart_if_every_checkpoint_is_damaged(local_runs, saved, 
     assert "every checkpoint in" in str(result.error)
 
 
-def test_auto_begins_where_there_is_nothing_to_go_on_from(local_runs):
+def test_auto_starts_fresh_or_resumes(local_runs):
     first = local_runs.ok(local_runs.sft(save_steps=2, max_steps=2, resume_from_checkpoint="auto"))
     assert resumed_from(first) == 0
     second = local_runs.ok(local_runs.sft(max_steps=4, resume_from_checkpoint="auto"))

@@ -112,7 +112,7 @@ def test_engine_and_trainer_agree_on_the_probe(runs):
         assert all(line["weight_sync/copied_bytes"] == 0 for line in lines)
 
 
-def test_engines_say_in_each_step_what_they_did(runs, monkeypatch):
+def test_engines_report_their_work_in_every_step(runs, monkeypatch):
     """The run itself counts the tokens of its samples."""
     monkeypatch.setattr(roles, "METRICS_S", 300.0)  # what is late is left out
     config = runs.rlvr(max_steps=2, eval_steps=0, guards={"logprob_probe": "off"})

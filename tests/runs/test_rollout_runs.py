@@ -114,7 +114,7 @@ def test_generation_overlaps_training_within_the_staleness_bound(runs, ratio):
     assert len({group for groups in seen.values() for group in groups}) > 5
 
 
-def test_answers_that_go_on_under_new_weights_trip_no_guard(local_runs, monkeypatch):
+def test_responses_resumed_under_new_weights_trip_no_guard(local_runs, monkeypatch):
     """An engine that halts with answers half drawn until weights come, under which it draws the rest."""
     step, train = EngineCore.step, HFTrainStrategy.optimizer_step
     published, patience = 2, time.monotonic() + 120  # the weights of the first step
@@ -157,7 +157,7 @@ def test_an_asynchronous_run_resumes_with_the_groups_that_it_had(local_runs):
     assert lines[-1]["rollout/staleness/max"] <= 1
 
 
-def test_a_run_may_go_on_synchronously_from_an_asynchronous_one(local_runs):
+def test_synchronous_run_may_resume_an_asynchronous_one(local_runs):
     first = local_runs.ok(asynchronous(local_runs, 2.0, exp_name="one", max_steps=3, save_steps=3))
     kept = saved(first, 3)[""]["kept"]
     assert len(kept) == 8

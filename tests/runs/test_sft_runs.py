@@ -46,7 +46,7 @@ def test_a_run_leaves_a_complete_record(runs):
     assert sorted(path.name for path in result.run_dir.checkpoints.iterdir()) == ["step-2", "step-4"]
 
 
-def test_where_the_time_went_adds_up_to_the_wall_time(runs):
+def test_stage_times_sum_to_the_wall_time(runs):
     result = runs.ok(runs.sft())
     for line in runs.metrics(result):
         stages = sum(v for k, v in line.items() if k.startswith("time/") and k != "time/step")

@@ -129,7 +129,7 @@ def test_without_device_memory_only_engines_release_memory(site, local_runs):
     assert set(moves(local_runs)) == {"actor_infer sleeps", "actor_infer wakes"}
 
 
-def test_a_role_that_can_move_nothing_is_not_asked_to(site, local_runs):
+def test_role_without_offload_is_not_offloaded(site, local_runs):
     config = recorded(local_runs)
     config["actor_train"]["strategy_args"]["strategy_name"] = "still_train"
     local_runs.ok(config)
@@ -169,7 +169,7 @@ def test_error_during_a_slot_turn_ends_the_run_with_its_cause(site, local_runs):
     assert mentions(str(result.error), "judge")
 
 
-def test_sigterm_is_saved_while_others_hold_the_slots(site, local_runs, monkeypatch):
+def test_sigterm_saves_while_other_roles_use_the_slots(site, local_runs, monkeypatch):
     from roll_core.pipelines.stages import ScorePolicy
 
     score = ScorePolicy.__call__

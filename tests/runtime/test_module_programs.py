@@ -316,7 +316,7 @@ ADAPTERS = LoraSpec(targets=("all-linear",), rank=2, alpha=4.0, export="adapter"
 TRAINING = TrainingSpec(learning_rate=1e-2, lr_scheduler_type="constant")
 
 
-def test_adapters_alone_are_exported_as_peft_loads_them(tmp_path):
+def test_exported_adapters_load_in_peft(tmp_path):
     from peft import PeftModel
 
     base, adapters = tmp_path / "base", tmp_path / "adapters"

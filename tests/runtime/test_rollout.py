@@ -106,7 +106,7 @@ def test_seeds_depend_on_run_step_and_prompt_only():
     assert not set(first) & set(seeds(prompts(3), seed_of=(1, "train", 1)))
 
 
-def test_a_fixed_seed_is_not_the_same_draw_for_every_prompt():
+def test_fixed_seed_samples_differently_per_prompt():
     first = seeds(prompts(3), params=SamplingParams(seed=0), seed_of=(1,))
     assert len(set(first)) == 3
     assert seeds(prompts(3), params=SamplingParams(seed=0), seed_of=(2,)) == first

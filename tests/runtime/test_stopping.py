@@ -144,7 +144,7 @@ def test_optional_work_is_cancelled():
     assert undone == [True]
 
 
-def test_an_error_in_what_need_not_be_done_is_raised():
+def test_error_in_optional_work_is_raised():
     stop = StopSignals(60.0)
 
     async def broken() -> None:

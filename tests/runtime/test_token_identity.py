@@ -40,7 +40,7 @@ def test_trained_ids_are_the_sampled_ids_not_the_retokenised(tmp_path):
     assert token_problem(sample, vocab_size=len(tokenizer), version=0) == ""
 
 
-def test_tokens_that_cannot_have_been_drawn_are_named():
+def test_tokens_that_cannot_have_been_sampled_are_named():
     def problem(**given):
         arrays = {
             "token_ids": np.array([1, 2]),

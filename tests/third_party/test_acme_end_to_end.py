@@ -110,7 +110,7 @@ def test_the_plugins_estimator_trains_as_grpo_does(installed, config):
     assert any(line[1] > 0.5 for line in found["grpo"])
 
 
-def test_sft_trains_what_does_not_tell_the_models_first_choices(installed, config):
+def test_sft_works_with_a_strategy_without_argmax_tokens(installed, config):
     written = yaml.safe_load(config.read_text("utf-8"))
     rows = [{"id": i, "prompt": letter, "response": letter * 3} for i, letter in enumerate("abcd")]
     data = config.parent / "rows.jsonl"
@@ -169,7 +169,7 @@ def test_strategy_on_an_unlisted_platform_is_refused(installed, config):
     assert mentions(done.stdout, "acme_train", "acme_board")
 
 
-def test_without_the_plugin_the_run_says_what_is_missing(config):
+def test_run_without_the_plugin_names_the_missing_part(config):
     done = roll_core(Path("nowhere"), "check", str(config))
     assert done.returncode == 2
     assert "acme_bandit" in done.stdout

@@ -129,7 +129,7 @@ def test_given_ids_have_the_logprobs_and_gradients_of_autograd(kernels, chunk, t
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_known_only_as_a_function_gives_the_same():
+def test_head_given_as_a_function_is_equal():
     hidden, weight, bias, targets, upstream = inputs(dtype=torch.float32)
     request = HeadRequest(temperature=0.8, entropy=True, chunk_tokens=4, topk=2)
     ids = torch.stack([targets, (targets + 3) % V], dim=1)
@@ -149,7 +149,7 @@ def test_a_head_known_only_as_a_function_gives_the_same():
 
 
 @pytest.mark.parametrize("columns", [1, 2, 37, 255, 256, 257, 1000, 1024, 4099])
-def test_the_first_choice_is_the_first_of_those_that_are_equal(columns):
+def test_argmax_token_is_the_first_of_equal_ones(columns):
     generator = torch.Generator().manual_seed(columns)
     # Few values, so that nearly every row has several that are the greatest, also across the blocks of the search.
     few = torch.randint(0, 3, (200, columns), generator=generator).float()
@@ -164,7 +164,7 @@ def test_the_first_choice_is_the_first_of_those_that_are_equal(columns):
     assert best.tolist() == everything.max(axis=1).tolist()
 
 
-def test_the_best_token_alone_is_that_of_the_logits():
+def test_argmax_token_equals_that_of_the_logits():
     hidden, weight, bias, targets, _ = inputs(dtype=torch.float32)
     weight = weight.detach().repeat(20, 1)  # every token twenty times: only the first counts
     bias = bias.detach().repeat(20)

@@ -50,7 +50,7 @@ def test_nothing_is_left_where_it_was(build, sequences, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_steps_go_on_from_what_came_back_bit_for_bit(build, sequences, dtype):
+def test_steps_after_an_onload_are_equal_bit_for_bit(build, sequences, dtype):
     moved, stayed = build(training=TRAINING, dtype=dtype), build(training=TRAINING, dtype=dtype)
     step(moved, sequences), step(stayed, sequences)
     moved.forward_backward(pack(sequences), sft_objective())

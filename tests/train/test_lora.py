@@ -376,7 +376,7 @@ def test_merged_model_computes_as_the_model_with_adapters(build, sequences, tiny
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_merged_weights_are_nobody_elses_and_the_rest_is_live(build, sequences):
+def test_merged_weights_are_copies_and_the_rest_is_live(build, sequences):
     strategy = build(lora=LORA)
     train(strategy, sequences)
     one, other = (dict(strategy.export_weights()) for _ in range(2))
@@ -441,6 +441,6 @@ def test_switching_adapters_off_freezes_and_thaws_nothing(build, forward_only):
     assert {name: each.requires_grad for name, each in model.named_parameters()} == before
 
 
-def test_a_model_without_adapters_has_no_base_to_ask(build, sequences):
+def test_base_outputs_of_a_model_without_adapters_raise(build, sequences):
     with raises_error(UnsupportedError, "Qwen3ForCausalLM"):
         build().forward(pack(sequences)[0], WantedOutputs(logprobs=True, base=True))

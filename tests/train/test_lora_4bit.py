@@ -205,7 +205,7 @@ def test_a_state_belongs_to_the_form_of_its_base_model(build, tmp_path):
         build(lora=LORA, training=TRAINING, seed=99).load(tmp_path)
 
 
-def test_adapters_of_a_quantized_base_are_not_sent_alone(build):
+def test_adapters_of_a_quantized_base_are_not_exported(build):
     with raises_error(UnsupportedError, "load_in_4bit", "enable_lora"):
         next(iter(build(lora=LORA).export_adapters()))
 

@@ -26,7 +26,7 @@ def test_ranks_listen_on_own_address_and_require_the_secret(host):
     assert second["refused"] == ["DistNetworkError", "DistNetworkError", b""]
 
 
-def test_the_store_of_torch_listens_on_the_same_address_alone(host):
+def test_torch_store_listens_only_on_the_same_address(host):
     port = free_port()
     first, second = host.run(meet, port, "", nothing, num_ranks=SIZE)
     assert first["listeners"] >= {(LOOPBACK, port)}

@@ -250,7 +250,7 @@ def test_experts_of_another_model_are_refused(build, sequences, shape, number, f
         strategy.forward(micro, WANT)
 
 
-def test_a_model_that_was_not_built_to_replay_says_so(build, sequences):
+def test_model_not_built_to_replay_raises(build, sequences):
     strategy = build(random_init=mixture("qwen3_moe"))
     (micro,) = pack(experts_for(sequences))
     with raises_error(UnsupportedError, "router_replay"):

@@ -145,7 +145,7 @@ def test_a_plugins_transport_has_its_own_reasons():
         choose_transport(registry_with(paper()), sender, receivers, "paper")
 
 
-def test_the_config_may_name_one_of_ours():
+def test_config_may_name_a_builtin_transport():
     assert chosen("one host", wanted="collective") == ("collective", [])
     with raises_error(UnsupportedError, "shm", "hosts"):
         chosen("two hosts", wanted="shm")

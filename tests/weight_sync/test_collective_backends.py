@@ -232,7 +232,7 @@ def test_a_device_that_is_late_is_silent_at_the_deadline(hanging):
     receiver.close()
 
 
-def test_calling_off_what_is_gone_is_no_error():
+def test_cancelling_a_closed_transfer_is_no_error():
     sender = CollectiveSender(SenderSetup(receivers=(0,), bucket_bytes=16 << 10))
     address = sender.address
     sender.close()

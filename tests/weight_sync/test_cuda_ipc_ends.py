@@ -124,7 +124,7 @@ def test_a_bucket_is_given_back_once_the_device_has_read_it(monkeypatch, device)
     sender.close()
 
 
-def test_between_publishes_neither_end_holds_the_memory():
+def test_memory_is_freed_between_publishes():
     tensors = {"a": torch.arange(100)}
     manifest = make_manifest(1, tensors.items())
     sender = sender_of((0,))
@@ -177,6 +177,6 @@ def test_out_of_device_memory_names_the_requested_bytes(monkeypatch, device):
         cuda_ipc.IpcMemory("cpu").allocate(1024)
 
 
-def test_devices_whose_memory_nobody_can_lend_are_refused():
+def test_devices_with_unsharable_memory_are_refused():
     with raises_error(UnsupportedError, "npu:0"):
         sender_of((0,), "npu:0")

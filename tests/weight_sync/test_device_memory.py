@@ -89,7 +89,7 @@ def test_memory_of_another_device_is_not_opened(cuda):
     assert cuda.opened is None
 
 
-def test_memory_that_torch_lends_in_another_way_is_refused(cuda, monkeypatch):
+def test_memory_shared_by_torch_in_another_way_is_refused(cuda, monkeypatch):
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (reductions.rebuild_tensor, ()))
     with raises_error(WeightSyncError, "CUDA", "IPC", "rebuild_tensor"):
         DeviceMemory().share(torch.zeros(8, dtype=torch.uint8))
@@ -119,7 +119,7 @@ def test_invalid_handle_fields_and_ranges_are_refused():
 
 
 @given(st.binary(max_size=200))
-def test_whatever_bytes_arrive_the_answer_is_an_error_of_ours(data):
+def test_any_invalid_bytes_raise_a_roll_error(data):
     with pytest.raises(WeightSyncError):
         CudaHandle.unpacked(data)
 
@@ -157,7 +157,7 @@ def test_expandable_segments_are_off_while_allocating_shared(monkeypatch, variab
     assert told == wanted * 2
 
 
-def test_only_devices_of_type_cuda_lend_memory():
+def test_only_cuda_devices_share_memory():
     assert isinstance(device_memory("cuda:3"), DeviceMemory)
     assert device_memory("cpu") is device_memory("npu:0") is None
 

@@ -125,7 +125,7 @@ def test_silent_sender_raises_at_the_deadline(where):
     sender.close()
 
 
-def test_the_driver_can_call_off_what_both_ends_wait_for(where):
+def test_driver_can_cancel_a_blocked_transfer(where):
     sender = sender_of(1, where)
     threading.Timer(0.2, disk.DiskTransport().cancel_transfer, [sender.address, {}]).start()
     with pytest.raises(ReceiversLostError) as caught:
@@ -145,7 +145,7 @@ def test_a_bucket_that_was_cut_short_is_not_taken_for_whole(tmp_path):
     sender.close()
 
 
-def test_only_what_the_dead_of_this_host_left_is_removed(tmp_path):
+def test_only_files_of_dead_local_processes_are_removed(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     ours = f"{disk.PREFIX}{hostname()}"

@@ -135,7 +135,7 @@ def test_process_without_device_access_gets_host_buckets(engine, caplog, device,
     assert words in caplog.text
 
 
-def test_memory_that_cannot_be_lent_gives_way_to_the_host(monkeypatch, caplog):
+def test_unsharable_memory_falls_back_to_the_host(monkeypatch, caplog):
     caplog.set_level(logging.WARNING)
     kind = HostMemory()
     monkeypatch.setitem(device_memory.KINDS, "cpu", kind)

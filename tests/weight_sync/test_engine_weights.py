@@ -236,6 +236,6 @@ def test_an_adapter_that_does_not_fit_is_rejected(sent, error):
     assert processes.loaded is None
 
 
-def test_a_process_says_why_it_cannot_open_a_bucket():
+def test_process_reports_why_it_cannot_open_a_bucket():
     info = BucketInfo(num_bytes=1, tensors=(), path="/no/such/memory")
     assert "FileNotFoundError" in model().act("open", info.plain())

@@ -306,7 +306,7 @@ def publisher(duo, transport, bucket_bytes=64 << 10, weight_format="fp8"):
 
 
 @pytest.mark.parametrize("transport", ["shared", "shm", "cuda_ipc", "collective", "disk"])
-def test_receipts_are_of_the_eight_bits(with_duo, transport):
+def test_receipts_have_the_digests_of_fp8_values(with_duo, transport):
     async def scenario(duo):
         await WorkerCall(duo.train, "set_fault").all("in_layers")
         report = await publisher(duo, transport).publish(0)

@@ -124,7 +124,7 @@ def test_order_and_length_count():
     assert len({digest(each, MULTILINEAR) for each in others}) == len(others)
 
 
-def test_functions_are_told_apart_by_their_digests():
+def test_functions_have_distinct_digests():
     tensor = torch.randn(3, 5)
     assert digest(tensor, digest(tensor, MULTILINEAR)) == digest(tensor, MULTILINEAR)
     assert digest(tensor, digest(tensor)) == digest(tensor)

@@ -91,7 +91,7 @@ def test_engine_that_copies_shared_weights_returns_digests(with_duo):
         ("refuse:left", MissingTensorError, ["the model has no left"]),
     ],
 )
-def test_a_receiver_that_holds_something_else_is_named(with_duo, transport, fault, error, words):
+def test_receiver_with_other_weights_is_named(with_duo, transport, fault, error, words):
     async def scenario(duo):
         await duo.publisher.publish(0)
         await duo.step()
@@ -140,7 +140,7 @@ def test_receiver_with_values_of_the_previous_version_is_stale(with_duo, transpo
 
 
 @EVERYWHERE
-def test_a_version_older_than_the_one_held_is_refused(with_duo, transport):
+def test_version_older_than_the_loaded_one_is_refused(with_duo, transport):
     async def scenario(duo):
         await duo.publisher.publish(5)
         with raises_error(StaleWeightsError, "actor_infer", "version 4", "version 5"):
@@ -330,7 +330,7 @@ def test_weights_travel_in_the_dtype_of_the_receiver(with_duo, transport):
 
 @pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
 @pytest.mark.parametrize("fault", ["", "die:left", "sleep:left"])
-def test_nothing_is_left_in_shared_memory_whoever_is_killed(with_duo, fault, transport):
+def test_shared_memory_is_freed_if_any_process_is_killed(with_duo, fault, transport):
     before = set(os.listdir("/dev/shm"))
 
     async def scenario(duo):
@@ -361,7 +361,7 @@ def test_nothing_is_left_in_shared_memory_whoever_is_killed(with_duo, fault, tra
 
 
 @pytest.mark.parametrize("fault", ["", "die:left", "sleep:left", "refuse:left", "crash"])
-def test_nothing_is_left_on_the_disk_whoever_fails(with_duo, tmp_path, monkeypatch, fault):
+def test_disk_files_are_removed_if_any_process_fails(with_duo, tmp_path, monkeypatch, fault):
     async def scenario(duo):
         await duo.publisher.publish(0)
         assert len(list(Path(duo.directory).iterdir())) == 1  # open, for the next publish

@@ -133,7 +133,7 @@ def test_the_sender_is_a_leader_on_the_engine_s_device(train, followers, infer, 
     assert found[1] is None if why is None else re.search(why, found[1])
 
 
-def test_a_device_whose_memory_torch_cannot_share_has_no_sender():
+def test_device_with_unsharable_memory_has_no_sender():
     sides = [facts_of(role, "a") for role in ("actor_train", "actor_infer")]
     sides = [
         replace(each, workers=(replace(each.workers[0], device=DeviceFacts(device="npu:0", uuid="a")),))

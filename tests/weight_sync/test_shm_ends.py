@@ -65,7 +65,7 @@ def test_without_memfd_and_abstract_sockets_no_file_stays(monkeypatch, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stranger_gets_no_memory_and_disturbs_nobody():
+def test_unauthenticated_client_gets_no_memory():
     sender = sender_of(1)
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(f"\0{sender.address.partition(':')[2]}")
@@ -94,7 +94,7 @@ def test_receivers_that_never_come_are_named():
     sender.close()
 
 
-def test_a_sender_that_is_gone_is_noticed_by_its_receiver():
+def test_closed_sender_is_detected_by_its_receiver():
     sender = sender_of(1)
     receiver = receiver_of(sender.address, 0, 10)
     sender.close()

@@ -92,7 +92,7 @@ async def as_it_is(train, infer):
     """Nothing to prepare."""
 
 
-def test_memory_of_the_shared_device_is_lent(way, caplog):
+def test_memory_of_the_shared_device_uses_cuda_ipc(way, caplog):
     caplog.set_level(logging.INFO)
     publisher, recorded = way(ALL, as_it_is)
     assert publisher.plan.transport.name == recorded == "cuda_ipc"

@@ -119,7 +119,7 @@ class AdaptedTests:
             (choice,) = live.post("completions", body | ids)["choices"]
             live.check(weights, [*PROMPT, *choice["token_ids"]], choice["logprobs"]["token_logprobs"])
 
-    def test_what_is_no_adapter_of_this_rank_is_refused_and_changes_nothing(self, live: Adapted) -> None:
+    def test_adapter_of_another_rank_is_refused_without_change(self, live: Adapted) -> None:
         """A publish with half a layer, another rank, a tensor of the base model or an old version must be refused.
 
         It must not change the loaded adapter.

@@ -101,7 +101,7 @@ class AdapterRunTests:
     """Its `strategy_config`, without `enable_lora`."""
 
     @pytest.mark.ray
-    def test_a_trained_adapter_travels_alone(self, tmp_path: Path) -> None:
+    def test_trained_adapter_is_sent_without_the_base(self, tmp_path: Path) -> None:
         """A weight sync must copy exactly the bytes of the LoRA matrices A and B.
 
         Engine and trainer logprobs must then agree.

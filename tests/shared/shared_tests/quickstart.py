@@ -177,7 +177,7 @@ class QuickStartTests:
     @pytest.mark.slow
     @pytest.mark.timeout(2 * FULL_RUN_S)
     @pytest.mark.parametrize("where", FULL)
-    def test_it_learns_what_it_learns_with_the_embedded_engine(self, taught: Path, tmp_path: Path, where: str) -> None:
+    def test_training_equals_that_with_the_embedded_engine(self, taught: Path, tmp_path: Path, where: str) -> None:
         """The full quick start must reach the accuracy that it reaches with the embedded engine.
 
         `--log-cli-level=INFO` shows the accuracies.

@@ -348,7 +348,7 @@ class RecordingConformance:
 
         assert self._run(play, [""])[1], "the record counts as complete"
 
-    def test_a_reply_that_nobody_received_is_no_turn(self) -> None:
+    def test_undelivered_reply_is_not_a_turn(self) -> None:
         """A client disconnects before the reply. The agent never saw it, so it is not trained on."""
 
         async def play(policy: ScriptedPolicy, recorded: RecordedRollout) -> Rollout:

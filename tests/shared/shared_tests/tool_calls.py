@@ -139,7 +139,7 @@ class EngineParserTests(ABC):
             assert not (self.engine_reply(format, text) or ("", []))[1]
 
     @pytest.mark.parametrize("format", BROKEN)
-    def test_the_engine_finds_no_call_in_what_is_malformed_either(self, format: str) -> None:
+    def test_engine_finds_no_call_in_malformed_text(self, format: str) -> None:
         assert parse_tool_calls(BROKEN[format], format).tool_calls == []
         assert not (self.engine_reply(format, BROKEN[format]) or ("", []))[1]
 
