@@ -1,7 +1,7 @@
-"""Checks the language of docs, messages and docstrings; part of `./run lint`. Words and rules: CONTRIBUTING.md.
+"""Checks the language of docs, messages, docstrings and names; part of `./run lint`. Words and rules: CONTRIBUTING.md.
 
-Checks all pages, and in all packages the messages of errors and logs, and the docstrings of modules, classes, functions
-and fields. `python tools/language.py PATH...` checks others.
+Checks all pages, and in all packages the messages of errors and logs, the docstrings of modules, classes, functions and
+fields, and the names of variables. `python tools/language.py PATH...` checks others.
 """
 
 from __future__ import annotations
@@ -38,6 +38,35 @@ WORDS = re.compile(
 FRAGMENT = re.compile(r"Whether\b|So (many|much|long)\b|Of [^,:.]*[:.]|(?!`)\S+$")
 """Beginning of a docstring that does not stand alone in a tooltip, or its only word. `True if …` replaces `Whether`."""
 LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
+VAGUE_NAMES = {"each", "found", "given", "wanted", "kept", "whole", "own", "at"}
+"""Names of variables that do not say what they hold."""
+MAX_VAGUE_NAMES = {
+    "roll-core": 4,
+    "roll-environments": 61,
+    "roll-executor-ray": 23,
+    "roll-infer-hf": 61,
+    "roll-infer-sglang": 62,
+    "roll-infer-vllm": 55,
+    "roll-kernels": 25,
+    "roll-modeling": 230,
+    "roll-pipeline-agentic": 138,
+    "roll-pipeline-distill": 49,
+    "roll-pipeline-preference": 39,
+    "roll-platform-cuda": 23,
+    "roll-platform-npu": 5,
+    "roll-platform-rocm": 9,
+    "roll-platform-sim": 4,
+    "roll-rewards": 134,
+    "roll-strategy-deepspeed": 41,
+    "roll-strategy-fsdp2": 76,
+    "roll-strategy-hf": 19,
+    "roll-strategy-megatron": 209,
+    "roll-testing": 408,
+    "roll-tools": 189,
+    "roll-trackers": 11,
+    "roll-weight-transports": 31,
+}
+"""Largest number of such variables and parameters in the source of a package; 0 in other packages. Only lower it."""
 MAX_PROSE_IN_TESTS = 60
 """Places where tests may match sentences: errors that a test raises itself, what torch says, a page's text."""
 TEXT = re.compile(
@@ -47,15 +76,19 @@ TEXT = re.compile(
 
 def main(arguments: list[str]) -> int:
     """0 if nothing is found."""
-    named = [Path(each) for each in arguments] or [each for glob in CHECKED for each in REPOSITORY.glob(glob)]
-    files = [each for path in sorted(named) for each in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
-    found = [line for file in files for line in (page(file) if file.suffix == ".md" else source(file))]
+    named = [Path(argument) for argument in arguments] or [path for glob in CHECKED for path in REPOSITORY.glob(glob)]
+    files = [file for path in sorted(named) for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    problems = [line for file in files for line in (page(file) if file.suffix == ".md" else source(file))]
     if not arguments:
         tests = [*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("packages/*/tests/*.py")]
         prose = [line for file in sorted(tests) for line in prose_in(file)]
-        found += prose if len(prose) > MAX_PROSE_IN_TESTS else []
-    sys.stdout.writelines(f"{line}\n" for line in found)
-    return 1 if found else 0
+        problems += prose if len(prose) > MAX_PROSE_IN_TESTS else []
+        for package in sorted((REPOSITORY / "packages").iterdir()):
+            vague = [line for file in sorted(package.glob("src/**/*.py")) for line in vague_names(file)]
+            if len(vague) > (most := MAX_VAGUE_NAMES.get(package.name, 0)):
+                problems += [*vague, f"{package}: {len(vague)} variables with vague names, at most {most}"]
+    sys.stdout.writelines(f"{line}\n" for line in problems)
+    return 1 if problems else 0
 
 
 def page(file: Path) -> Iterator[str]:
@@ -90,7 +123,7 @@ def source(file: Path) -> Iterator[str]:
         logs = isinstance(called.func, ast.Attribute) and called.func.attr in LOGGERS
         if not isinstance(node, ast.Raise) and not logs:
             continue
-        texts = [each.value for part in called.args for each in ast.walk(part) if isinstance(each, ast.Constant)]
+        texts = [leaf.value for part in called.args for leaf in ast.walk(part) if isinstance(leaf, ast.Constant)]
         for word in WORDS.findall(" ".join(text for text in texts if isinstance(text, str))):
             yield f"{file}:{called.lineno}: {word!r} is not a word of the glossary"
 
@@ -98,9 +131,19 @@ def source(file: Path) -> Iterator[str]:
 def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of the docstring of a module, class or function, and of those of its fields and constants."""
     body = getattr(node, "body", None)
-    for each in body if isinstance(body, list) else ():
-        if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str):
-            yield each.lineno, each.value.value
+    for statement in body if isinstance(body, list) else ():
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield statement.lineno, value.value
+
+
+def vague_names(file: Path) -> Iterator[str]:
+    """Variables and parameters of a module whose name does not say what they hold, as `file:line: reason`."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_NAMES:
+            yield f"{file}:{node.lineno}: {node.id!r} does not say what the variable holds"
+        elif isinstance(node, ast.arg) and node.arg in VAGUE_NAMES:
+            yield f"{file}:{node.lineno}: {node.arg!r} does not say what the parameter holds"
 
 
 def prose_in(file: Path) -> Iterator[str]:
@@ -111,11 +154,11 @@ def prose_in(file: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         patterns: list[ast.expr] = []
         if isinstance(node, ast.Call):
-            patterns += [each.value for each in node.keywords if each.arg == "match"]
+            patterns += [keyword.value for keyword in node.keywords if keyword.arg == "match"]
         elif isinstance(node, ast.Compare) and TEXT.search(ast.get_source_segment(text, node) or ""):
             patterns += [node.left, *node.comparators]
-        literals = [each for part in patterns for each in ast.walk(part) if isinstance(each, ast.Constant)]
-        if any(isinstance(each.value, str) and is_prose(each.value) for each in literals):
+        literals = [leaf for part in patterns for leaf in ast.walk(part) if isinstance(leaf, ast.Constant)]
+        if any(isinstance(literal.value, str) and is_prose(literal.value) for literal in literals):
             yield f"{file}:{node.lineno}: matches prose: match the code and what it names (`roll_testing.errors`)"
 
 

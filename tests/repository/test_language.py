@@ -35,3 +35,21 @@ def test_docstrings_use_the_glossary_and_stand_alone(tmp_path, language, place, 
     file = tmp_path / "module.py"
     file.write_text(place.format(docstring), encoding="utf-8")
     assert bool(list(language.source(file))) is is_wrong
+
+
+@pytest.mark.parametrize(
+    ("code", "num"),
+    [
+        ("[each for each in rows]", 1),
+        ("def f(given, row):\n    at = given\n", 2),
+        ("for found, row in rows:\n    print(found)", 1),
+        ("class A:\n    kept: int = 0", 1),
+        ("print(each.found, found)", 0),
+        ("f(given=1)", 0),
+        ("[row for row in rows]", 0),
+    ],
+)
+def test_variables_with_vague_names_are_counted(tmp_path, language, code, num):
+    file = tmp_path / "module.py"
+    file.write_text(code, encoding="utf-8")
+    assert len(list(language.vague_names(file))) == num
