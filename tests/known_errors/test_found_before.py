@@ -27,7 +27,7 @@ CAUSED_IN = {
     "Windows is not supported": ("tests/doctor/test_builtin_checks.py", "test_the_system_and_its_kernel"),
     "System CUDA version does not match PyTorch CUDA version": (
         "packages/roll-platform-cuda/tests/test_checks.py",
-        "test_another_toolkit_is_an_error_by_major_and_a_warning_by_minor_version",
+        "test_other_toolkit_is_an_error_by_major_warning_by_minor",
     ),
     "PyTorch version is too old": (
         "tests/doctor/test_builtin_checks.py",

@@ -69,12 +69,12 @@ def test_arithmetic_agrees_with_python() -> None:
         *("round(5, -10**8)", "round(5, 10**8)", "round(1.5, 2.5)"),
     ],
 )
-def test_what_is_no_arithmetic_is_refused(text: str) -> None:
+def test_only_arithmetic_is_evaluated(text: str) -> None:
     with pytest.raises(ExpressionError):
         evaluate(text)
 
 
-def test_a_wrong_call_is_answered_and_a_wrong_answer_has_no_reward() -> None:
+def test_wrong_calls_get_an_error_and_wrong_answers_no_reward() -> None:
     replies = [
         call("python"),
         call("shell", expression="1"),

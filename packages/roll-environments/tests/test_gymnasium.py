@@ -42,7 +42,7 @@ def test_a_lake_is_shown_as_text_and_reaches_its_goal() -> None:
 
 
 @engine
-def test_a_limit_of_gymnasium_truncates_and_does_not_end_the_task() -> None:
+def test_gymnasium_limit_truncates_the_episode() -> None:
     options = {"is_slippery": False, "max_episode_steps": 2}
     environment = GymnasiumAdapter(id="FrozenLake-v1", options=options)
     _, turns, _ = play(environment, ["0", "0", "0"])
@@ -236,7 +236,7 @@ def first_word(text: str) -> str | None:
     return text.split()[0] if text.split() else None
 
 
-def test_functions_of_the_user_show_observations_and_parse_actions() -> None:
+def test_user_functions_show_observations_and_parse_actions() -> None:
     options = {
         "make": "test_gymnasium:Lines",
         "observation": "test_gymnasium:shown",
@@ -259,7 +259,7 @@ def test_an_action_is_the_longest_word_that_fits(text: str, action: int | None) 
 
 
 @engine
-def test_more_words_than_actions_are_refused_before_one_is_played() -> None:
+def test_replies_with_more_words_than_actions_are_refused() -> None:
     with raises_error(WrappedError, "actions", "3", "2"):
         called(GymnasiumAdapter(id="CartPole-v1", actions=["left", "right", "stay"]), "reset", {}, 0)
 

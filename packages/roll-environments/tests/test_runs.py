@@ -40,7 +40,7 @@ class Lines:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_class_of_the_user_runs_in_a_process_and_its_failure_is_named(
+def test_user_class_runs_in_a_process_and_its_failure_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     (tmp_path / "my_lines.py").write_text(LINES, encoding="utf-8")

@@ -125,7 +125,7 @@ def test_tool_calls_are_trained_on_exactly_once(
     assert min(called.values()) > 0
 
 
-def test_the_oracle_of_the_example_writes_what_the_template_renders(make_data: Any, tmp_path: Path) -> None:
+def test_example_oracle_writes_what_the_template_renders(make_data: Any, tmp_path: Path) -> None:
     """SFT rows have the tools and calls as text; an episode renders them from schemas and calls."""
     import asyncio
     import random

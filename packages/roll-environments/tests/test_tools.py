@@ -20,7 +20,7 @@ from roll_environments.targets import WrappedError
 COUNTER = "helpers_environments:Counter"
 
 
-def test_public_methods_are_tools_with_schemas_from_their_docstrings() -> None:
+def test_public_methods_are_tools_with_docstring_schemas() -> None:
     opening, _, _ = play(PythonTools(target=COUNTER), [], task={"goal": 5})
     assert opening.messages == [{"role": "user", "content": " Count to 5."}]
     functions = {each["function"]["name"]: each["function"] for each in opening.tools}
@@ -110,7 +110,7 @@ def test_an_episode_of_mistakes_has_a_reward() -> None:
             assert score is not None or all(each.reward is not None for each in turns)
 
 
-def test_calls_after_the_one_that_ends_an_episode_of_openenv_earn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openenv_calls_after_the_end_of_an_episode_earn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = OpenEnv(url="http://127.0.0.1:1", tools=True)
     environment.names, environment.called = ["turn"], False
     sent = []
@@ -125,7 +125,7 @@ def test_calls_after_the_one_that_ends_an_episode_of_openenv_earn_nothing(monkey
     assert (turn.reward, turn.done, sent) == (1.0, True, [{"number": 6}])
 
 
-def test_all_parts_of_a_result_of_mcp_have_a_text() -> None:
+def test_every_part_of_an_mcp_result_has_a_text() -> None:
     def part(kind: str, **given: Any) -> Any:
         return SimpleNamespace(type=kind, **given)
 

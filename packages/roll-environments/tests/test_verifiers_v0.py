@@ -176,9 +176,7 @@ def test_an_environment_of_verifiers_is_trained_on(
         assert row["reward"] == pytest.approx(2 * row["detail"]["says"] + 0.25 * row["detail"]["short"], abs=1e-5)
 
 
-def test_a_call_beyond_a_limit_of_the_run_truncates_and_is_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_beyond_a_limit_truncates_and_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     entry = {"agent": "verifiers_v0", "agent_config": {"id": NAME, "args": {"kind": "turns"}}, "concurrency": 1}
     line = metrics(run(tmp_path, entry, max_actions_per_traj=1))

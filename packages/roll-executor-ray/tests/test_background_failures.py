@@ -39,7 +39,7 @@ def test_an_exception_in_a_callback_of_a_call_ends_the_run():
         StopSignals(0.0).run(main())
 
 
-def test_an_answer_that_cannot_be_had_from_ray_is_an_error_of_the_call():
+def test_failure_to_read_a_ray_result_is_an_error_of_the_call():
     """Ray calls back from a thread of its own, and swallows what is raised there."""
 
     class Cancelled:

@@ -50,7 +50,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Run
         runner.run(executor.close())
 
 
-def test_both_kinds_are_called_alike_and_told_apart_by_their_interpreters(started: Any) -> None:
+def test_both_kinds_of_workers_run_in_their_interpreters(started: Any) -> None:
     executor, run, groups, python = started
     assert run(WorkerCall(groups["foreign"], "greet").all("Ann")) == ["hi Ann from 0", "hi Ann from 1"]
     assert run(WorkerCall(groups["plain"], "greet").all("Ann")) == ["hello Ann from 0"]
@@ -62,7 +62,7 @@ def test_both_kinds_are_called_alike_and_told_apart_by_their_interpreters(starte
     assert executor.fingerprints["foreign"]["torch"] == version("torch")
 
 
-def test_it_knows_its_rank_and_its_variables(started: Any) -> None:
+def test_worker_knows_its_rank_and_variables(started: Any) -> None:
     _, run, groups, _ = started
     found = run(WorkerCall(groups["foreign"], "environment").all("RANK", "WORLD_SIZE", "GREETING", "PYTHONPATH"))
     assert found == [["0", "2", "foreign", None], ["1", "2", "foreign", None]]

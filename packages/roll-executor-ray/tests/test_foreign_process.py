@@ -87,7 +87,7 @@ def fresh(runner: asyncio.Runner, python: Path, tmp_path: Path) -> Iterator[Fore
     runner.run(found.process.close(5))
 
 
-def test_it_runs_under_its_own_interpreter_and_says_with_what(shared: Foreign) -> None:
+def test_worker_runs_under_its_own_interpreter(shared: Foreign) -> None:
     command = psutil.Process(shared.hello["pid"]).cmdline()
     assert command[0] == str(shared.python) != sys.executable
     assert shared.hello["fingerprint"]["executable"] == str(shared.python)
@@ -143,7 +143,7 @@ def test_cancelling_a_call_ends_it_over_there(runner: asyncio.Runner, shared: Fo
     assert runner.run(cancel())
 
 
-def test_it_says_where_it_hangs(runner: asyncio.Runner, shared: Foreign) -> None:
+def test_hanging_worker_reports_its_stack(runner: asyncio.Runner, shared: Foreign) -> None:
     async def look() -> str:
         held = asyncio.ensure_future(shared.call("hold", 20.0))
         while "in hold" not in (stack := await shared.process.request("stack")) and not held.done():
@@ -174,7 +174,7 @@ def test_close_ends_the_process(runner: asyncio.Runner, fresh: Foreign) -> None:
     assert not psutil.pid_exists(fresh.hello["pid"])
 
 
-def test_it_dies_with_its_starter_also_while_it_computes(python: Path, tmp_path: Path) -> None:
+def test_worker_dies_with_its_parent_while_computing(python: Path, tmp_path: Path) -> None:
     program = f"""
 import asyncio, sys
 sys.path[:0] = [{HERE!r}, {str(Path(__file__).parent)!r}]
@@ -229,7 +229,7 @@ def test_a_reward_is_computed_without_torch(runner: asyncio.Runner, tmp_path: Pa
     assert "ray" not in foreign.hello["fingerprint"]
 
 
-def test_an_environment_that_cannot_import_roll_core_says_what_it_lacks(runner: asyncio.Runner, tmp_path: Path) -> None:
+def test_environment_without_roll_core_names_missing_packages(runner: asyncio.Runner, tmp_path: Path) -> None:
     python = environment_with(tmp_path / "broken", [name for name in WITHOUT_TORCH if name != "numpy"])
     process = WorkerProcess(settings(tmp_path, "rewards.math"))
     with raises_error(PythonEnvironmentError, "rewards.math", "'numpy'"):

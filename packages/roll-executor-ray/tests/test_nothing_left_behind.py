@@ -197,7 +197,7 @@ OF_ENGINES = (
 
 
 @pytest.mark.skipif(not orphan_cleanup.SHM.is_dir(), reason="shared memory has no names here")
-def test_sweep_unlinks_shared_memory_of_engines_and_no_file_of_the_user(tmp_path: Path) -> None:
+def test_sweep_unlinks_shared_memory_but_no_user_file(tmp_path: Path) -> None:
     """The engine's process has mapped both: users keep models in /dev/shm. Another run's engine has its own."""
     here, there = uuid4().hex, uuid4().hex
     engines: list[psutil.Process] = []

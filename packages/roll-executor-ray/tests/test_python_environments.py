@@ -44,7 +44,7 @@ def test_a_folder_a_path_and_a_name_mean_an_interpreter(monkeypatch: pytest.Monk
         assert prepare(spec(python), "actor_infer") == HERE
 
 
-def test_a_missing_interpreter_is_named_with_the_commands_that_make_it(tmp_path: Path) -> None:
+def test_missing_interpreter_error_names_the_commands(tmp_path: Path) -> None:
     python = tmp_path / "my env" / "bin" / "python"
     wanted = (
         f"actor_infer: environment {tmp_path / 'my env'}: there is no interpreter {python}. Run: uv venv"
@@ -83,7 +83,7 @@ def test_an_old_python_is_refused(tmp_path: Path) -> None:
         prepare(spec(str(python)), "actor_infer")
 
 
-def test_what_is_missing_or_of_another_version_is_named_at_once(tmp_path: Path) -> None:
+def test_missing_or_wrong_packages_are_named_at_once(tmp_path: Path) -> None:
     said = json.dumps({"python": [3, 12, 1], "installed": {"roll-core": "0.0.9"}})
     python = program(tmp_path / "bin" / "python", f"#!/bin/sh\necho '{said}'\n")
     wanted = spec(str(python), distributions={"roll-core": CORE, "roll-infer-acme": "1.2"}, sources=("a", "-e", "b"))
@@ -100,7 +100,7 @@ def test_what_is_missing_or_of_another_version_is_named_at_once(tmp_path: Path) 
     )
 
 
-def test_a_missing_engine_is_installed_into_the_environment_of_the_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_is_installed_into_the_role_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/envs/acme/bin/python")
     provider = RewardProvider(name="acme", target="a:b", summary="", needs=("acme-engine>=2",))
     with raises_error(MissingRequirementError, "/envs/acme/bin/python"):
@@ -137,7 +137,7 @@ case "$*" in *--excludes*) cat "$6" >> {notes};; esac
     return notes
 
 
-def test_packages_are_installed_once_with_roll_core_and_without_what_is_excluded(cache: Path, uv: Path) -> None:
+def test_packages_are_installed_once_without_excluded_ones(cache: Path, uv: Path) -> None:
     wanted = spec(packages=("acme==2", "-e", "/src/acme"), exclude=("torchvision",))
     python = prepare(wanted, "actor_infer")
     assert prepare(wanted, "actor_infer") == python == cache / packages.digest_of(wanted) / "bin" / "python"
@@ -148,7 +148,7 @@ def test_packages_are_installed_once_with_roll_core_and_without_what_is_excluded
     assert excluded == "torchvision"
 
 
-def test_a_failed_installation_says_the_command_and_leaves_nothing(cache: Path, uv: Path) -> None:
+def test_failed_installation_names_the_command_and_cleans_up(cache: Path, uv: Path) -> None:
     with raises_error(PythonEnvironmentError, "actor_infer", "pip", "2", "nowhere"):
         prepare(spec(packages=("nowhere",)), "actor_infer")
     assert [each.suffix for each in cache.iterdir()] == [".lock"]
@@ -243,6 +243,6 @@ def test_the_plugin_comes_from_where_the_driver_has_it() -> None:
     assert source_of("numpy") == [f"numpy=={importlib.metadata.version('numpy')}"]
 
 
-def test_a_relative_environment_is_meant_from_where_the_run_was_started() -> None:
+def test_relative_environment_starts_from_the_working_directory() -> None:
     found = environment_spec(RoleEnvironment(config=EnvironmentConfig(python=".venv"), package=""))
     assert found.python == os.path.abspath(".venv")

@@ -126,7 +126,7 @@ def test_slots_of_the_examples_are_there_and_known_by_their_ids(run: Run, name: 
         assert len(set(reserved.device_ids)) == len(reserved.device_ids)
 
 
-def test_workers_that_share_a_slot_land_on_one_node_and_see_one_device(run: Run) -> None:
+def test_workers_of_a_slot_share_a_node_and_see_one_device(run: Run) -> None:
     roles: dict[str, WorkerConfig] = {
         "actor_train": train([1, 9]),
         "actor_infer": infer([8, 9, 0, 1], 2),
@@ -149,7 +149,7 @@ def test_workers_that_share_a_slot_land_on_one_node_and_see_one_device(run: Run)
     assert {device for role in ("actor_train", "actor_infer") for _, _, device in found[role]} == {"acc:0"}
 
 
-def test_slot_that_the_cluster_lacks_names_role_slot_and_what_exists(run: Run) -> None:
+def test_missing_slot_error_names_role_slot_and_cluster(run: Run) -> None:
     with raises_error(PlacementError, "actor_infer", "slot 24", "24 slots (0 to 23)", "3 nodes"):
         reserve(run, specs({"actor_train": train([0]), "actor_infer": infer("list(range(16,32))")}))
 
@@ -163,7 +163,7 @@ def test_nodes_with_fewer_devices_than_the_config_says_are_shown(run: Run) -> No
         run(reservation.take(wanted))
 
 
-def test_slots_that_another_job_holds_are_an_error_after_the_deadline(run: Run) -> None:
+def test_slots_held_by_another_job_fail_after_the_deadline(run: Run) -> None:
     async def take_twice() -> None:
         first = Reservation(FakeAccelerators(), 8, 60)
         second = Reservation(FakeAccelerators(), 8, 1.0)
@@ -178,7 +178,7 @@ def test_slots_that_another_job_holds_are_an_error_after_the_deadline(run: Run) 
     run(take_twice())
 
 
-def test_two_runs_share_a_node_of_an_unknown_vendor(run: Run) -> None:
+def test_runs_share_a_node_of_an_unknown_vendor(run: Run) -> None:
     async def take_both() -> list[tuple[str, ...]]:
         platform = UnknownVendor()
         places = place_roles({"a": train([0, 1])}, platform, 4)

@@ -69,7 +69,7 @@ def processes():
         process.communicate()
 
 
-def test_children_ignore_stop_signals_only_if_they_were_started_meanwhile(processes):
+def test_only_new_children_ignore_stop_signals(processes):
     with stop_signals_blocked_in_children():
         processes.append(started(SLEEPER))
     processes.append(started(SLEEPER))

@@ -52,7 +52,7 @@ def begin(monkeypatch):
             each.wait()
 
 
-def test_it_is_started_again_and_what_did_not_come_up_is_ended(begin, caplog):
+def test_failed_start_is_ended_and_retried(begin, caplog):
     reluctant = begin(Exception(SLOW))
     first, second = reluctant.daemons
     assert first.wait(30) == -signal.SIGKILL
@@ -60,14 +60,14 @@ def test_it_is_started_again_and_what_did_not_come_up_is_ended(begin, caplog):
     assert [each.levelname for each in caplog.records] == ["WARNING"]
 
 
-def test_one_that_never_comes_up_is_an_error(begin):
+def test_start_that_never_succeeds_is_an_error(begin):
     with raises_error(PlacementError):
         begin(*[Exception(SLOW)] * (START_ATTEMPTS + 1))
     [(reluctant, _)] = begin.begun
     assert len(reluctant.daemons) == START_ATTEMPTS
 
 
-def test_what_is_wrong_for_another_reason_is_not_tried_again(begin):
+def test_other_start_errors_are_not_retried(begin):
     with pytest.raises(PlacementError, match="no room"):
         begin(ValueError("no room for the object store"))
     [(reluctant, _)] = begin.begun
@@ -86,7 +86,7 @@ def test_a_ray_on_this_host_may_be_named_localhost(begin, monkeypatch, port):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:999999999999999999999", f"{'a' * 70}.org:6379"])
-def test_an_address_that_no_host_can_have_is_an_error_as_any_other(begin, monkeypatch, address):
+def test_impossible_address_is_a_plain_error(begin, monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with raises_error(PlacementError, "RAY_ADDRESS", address):
         begin()

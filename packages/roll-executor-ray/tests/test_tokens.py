@@ -19,7 +19,7 @@ def refuse(**_):
 
 
 @pytest.mark.parametrize(("mode", "hint"), [(None, True), ("token", False), ("disabled", False)])
-def test_who_is_not_let_in_is_told_of_tokens_unless_they_were_thought_of(monkeypatch, mode, hint):
+def test_rejected_connection_names_tokens_unless_configured(monkeypatch, mode, hint):
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever other tests have left open here
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -39,7 +39,7 @@ def test_who_is_not_let_in_is_told_of_tokens_unless_they_were_thought_of(monkeyp
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_driver_gives_up_an_address_that_takes_connections_and_never_replies(tmp_path):
+def test_driver_gives_up_an_address_that_never_replies(tmp_path):
     program = (
         "from roll_core.builtin.cpu import CpuPlatform\n"
         "from roll_core.errors import PlacementError\n"
@@ -93,7 +93,7 @@ instance.close()
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_ray_of_the_run_s_own_listens_on_the_loopback_address_and_wants_a_token(tmp_path):
+def test_own_ray_listens_on_loopback_and_requires_a_token(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", LISTENERS], env=env, capture_output=True, text=True, timeout=240, check=True

@@ -125,7 +125,7 @@ def no_compiler(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow(ci=True)
-def test_without_a_compiler_torch_computes_unless_kernels_were_asked_for(no_compiler, tiny_spec, caplog):
+def test_torch_computes_without_a_compiler_if_kernels_are_unset(no_compiler, tiny_spec, caplog):
     model = load_model(tiny_spec)
     with caplog.at_level(logging.INFO):
         assert decoder_class(model, "auto") is Decoder

@@ -181,7 +181,7 @@ def test_general_path_gives_the_logprobs_of_a_plain_forward_pass(name):
 
 
 @pytest.mark.parametrize("model_type", MULTIMODAL)
-def test_text_of_models_with_images_has_the_logprobs_of_a_plain_forward_pass(tmp_path, model_type):
+def test_text_of_image_models_has_plain_forward_logprobs(tmp_path, model_type):
     spec = write_multimodal(tmp_path, model_type)
     requests = some_requests(vocabulary=61)
     assert largest_difference(load_model(spec), requests, run(spec, requests)) < 1e-5
@@ -234,14 +234,14 @@ SMALL_RECURRENT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_hea
     ],
     ids=lambda keys: keys["model_type"],
 )
-def test_models_that_keep_their_state_outside_of_the_cache_are_refused(keys):
+def test_models_with_state_outside_the_cache_are_refused(keys):
     """Each token would be sampled without those before it: logprobs were off by 0.05 to 1.1."""
     with pytest.raises(UnsupportedError, match=keys["model_type"]):
         run(ModelSpec(random_init=keys, dtype="fp32", seed=3), [])
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_kernels_for_large_weights_give_the_logprobs_of_a_plain_forward_pass(pack):
+def test_kernels_for_large_weights_have_plain_forward_logprobs(pack):
     spec = ModelSpec(random_init=LARGE, dtype="fp32", seed=3)
     requests = some_requests(vocabulary=640)
     completions = run(spec, requests, pack_weights=pack)
@@ -261,7 +261,7 @@ def test_half_precision_decodes_as_on_an_accelerator(name, dtype, monkeypatch):
 
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("pack", [False, True])
-def test_bfloat16_logprobs_are_as_near_to_float32_as_those_of_transformers(pack, kernels):
+def test_bfloat16_logprobs_are_as_close_as_those_of_transformers(pack, kernels):
     spec = ModelSpec(random_init=LARGE, dtype="bf16", seed=3)
     requests = some_requests(vocabulary=640)
     completions = run(spec, requests, pack_weights=pack, kernels=kernels)

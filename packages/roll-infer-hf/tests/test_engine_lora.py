@@ -79,7 +79,7 @@ async def publish(engine, trainer, version, *, adapters=False):
     return handle
 
 
-def test_the_engine_computes_what_the_trainer_does_after_every_publish(with_engine, trainer):
+def test_engine_equals_trainer_after_every_publish(with_engine, trainer):
     async def act(engine):
         for version in (1, 2, 3):
             expected = step(trainer)
@@ -170,7 +170,7 @@ def test_running_requests_go_on_under_the_adapter_that_comes(with_engine, half_d
     assert np.abs(output.logprobs[:changed] - under_the_new[:changed]).max() > 1e-3
 
 
-def test_an_engine_that_slept_adds_the_next_adapter_to_the_model_beneath(with_engine, trainer, lora_spec):
+def test_woken_engine_adds_the_next_adapter_to_its_base_model(with_engine, trainer, lora_spec):
     async def act(engine):
         step(trainer)
         await publish(engine, trainer, 1, adapters=True)
@@ -184,7 +184,7 @@ def test_an_engine_that_slept_adds_the_next_adapter_to_the_model_beneath(with_en
     with_engine(act, spec=lora_spec, enable_lora=True)
 
 
-def test_an_architecture_that_stores_weights_transposed_serves_adapters_too(with_engine):
+def test_transposed_architectures_serve_adapters(with_engine):
     spec = ModelSpec(
         random_init={
             "model_type": "gpt2",

@@ -100,7 +100,7 @@ def changed_model(tiny_spec):
 
 
 @pytest.mark.parametrize("kept", ["keep", "recompute"])
-def test_an_unread_token_has_the_version_of_the_weights_that_sampled_it(with_engine, half_drawn, changed_model, kept):
+def test_unread_token_has_the_version_that_sampled_it(with_engine, half_drawn, changed_model, kept):
     async def act(engine):
         tensors = list(changed_model.named_parameters())
         found = []
@@ -124,7 +124,7 @@ def test_an_unread_token_has_the_version_of_the_weights_that_sampled_it(with_eng
         assert late.token_ids.tolist() == at_once.token_ids.tolist()
 
 
-def test_a_row_that_takes_the_slot_of_an_aborted_one_gets_none_of_its_tokens(with_engine, half_drawn):
+def test_row_in_a_reused_slot_gets_no_tokens_of_an_aborted_one(with_engine, half_drawn):
     async def act(engine):
         requests = [request("victim", [3], repetition_penalty=1.5), request("stays", [5, 6]), request("new", [7, 8, 9])]
         requests[2] = replace(requests[2], params=replace(requests[2].params, repetition_penalty=1.3))
@@ -142,7 +142,7 @@ def test_a_row_that_takes_the_slot_of_an_aborted_one_gets_none_of_its_tokens(wit
         assert found.outputs[0].token_ids.tolist() == expected.outputs[0].token_ids.tolist()
 
 
-def test_logits_that_are_not_finite_fail_a_step_later_and_spoil_no_other_row(with_engine):
+def test_non_finite_logits_fail_a_step_later_and_only_their_row(with_engine):
     async def act(engine):
         expected = await engine.generate(request("alone", [5, 6]))
         core = engine._core

@@ -60,20 +60,20 @@ def logprob_bytes(completions):
 # -- determinism -------------------------------------------------------------------------------------------------------
 
 
-def test_equal_sets_of_requests_give_equal_tokens_and_the_same_bits_of_logprobs(with_engine):
+def test_equal_requests_give_equal_tokens_and_logprob_bits(with_engine):
     first, second = with_engine(together(some())), with_engine(together(some()))
     assert tokens(first) == tokens(second)
     assert logprob_bytes(first) == logprob_bytes(second)
 
 
-def test_a_seeded_request_draws_the_same_tokens_whatever_else_is_in_the_batch(with_engine):
+def test_seeded_request_samples_equal_tokens_in_any_batch(with_engine):
     seeded = some(seed=7)
     crowd = with_engine(together(some(5) and [*seeded, *[request(f"x{i}", [i], max_new_tokens=30) for i in range(9)]]))
     alone = [with_engine(together([each]))[0] for each in seeded[:3]]
     assert tokens(crowd)[:3] == tokens(alone)
 
 
-def test_a_seeded_request_draws_the_same_tokens_when_rows_are_few_and_others_wait(with_engine):
+def test_seeded_request_samples_equal_tokens_in_small_batches(with_engine):
     assert tokens(with_engine(together(some(seed=7)), max_num_seqs=2)) == tokens(with_engine(together(some(seed=7))))
 
 
@@ -89,7 +89,7 @@ def test_requests_without_a_seed_differ_from_one_another(with_engine):
     assert len({tuple(each[0]) for each in tokens(found)}) == 4
 
 
-def test_temperature_0_generates_what_transformers_generates_greedily(with_engine, tiny_spec):
+def test_temperature_0_equals_greedy_decoding_of_transformers(with_engine, tiny_spec):
     prompt = [3, 14, 15, 92, 65]
     found = with_engine(together([request("a", prompt, temperature=0.0, max_new_tokens=20)]))[0]
     model = load_model(tiny_spec)
@@ -132,13 +132,13 @@ def prompt_tokens_computed(requests, **config):
     return act, config
 
 
-def test_a_prompt_is_computed_once_for_all_its_samples_and_all_equal_prompts(with_engine):
+def test_equal_prompts_are_prefilled_once(with_engine):
     requests = [request(f"{i}", range(20), n=8, max_new_tokens=3) for i in range(3)]
     act, _ = prompt_tokens_computed(requests)
     assert with_engine(act)[0] == 20
 
 
-def test_a_common_beginning_is_computed_once_and_changes_no_logprob(with_engine):
+def test_common_prefix_is_prefilled_once_and_keeps_logprobs(with_engine):
     beginning = list(range(40))
     requests = [
         request("a", [*beginning, 50, 51], max_new_tokens=6, seed=1),
@@ -158,7 +158,7 @@ def test_a_common_beginning_is_computed_once_and_changes_no_logprob(with_engine)
 
 
 @pytest.mark.parametrize("budget", [1, 7, 16])
-def test_prompts_computed_in_pieces_give_the_same_tokens_and_logprobs(with_engine, budget):
+def test_chunked_prefill_gives_equal_tokens_and_logprobs(with_engine, budget):
     requests = [
         request(f"{i}", np.arange(length) % 90, n=2, max_new_tokens=6, seed=i, prompt_logprobs=i == 1)
         for i, length in enumerate([23, 40, 5, 40, 1])
@@ -178,7 +178,7 @@ def free_run(with_engine, **params):
     return with_engine(together([request("free", [9, 8, 7], max_new_tokens=60, seed=3, **params)]))[0].outputs[0]
 
 
-def test_a_response_ends_with_the_end_token_which_is_kept_and_named(with_engine):
+def test_response_ends_with_the_named_end_token(with_engine):
     free = free_run(with_engine).token_ids.tolist()
     end = free[17]
     ended = with_engine(
@@ -242,7 +242,7 @@ def byte_tokenizer(tmp_path_factory):
     return folder
 
 
-def test_a_response_ends_with_the_token_that_completes_a_stop_string(with_engine, tiny_spec, byte_tokenizer):
+def test_response_ends_with_the_token_that_completes_a_stop(with_engine, tiny_spec, byte_tokenizer):
     from transformers import AutoTokenizer
 
     spec = replace(tiny_spec, random_init={**tiny_spec.random_init, "vocab_size": 256}, tokenizer=str(byte_tokenizer))
@@ -283,7 +283,7 @@ def test_lower_priority_numbers_are_served_first(with_engine):
     assert with_engine(act, max_num_seqs=1) == ["y", "z", "x"]
 
 
-def test_an_aborted_request_returns_what_it_has_and_others_go_on_as_if_it_were_never_there(with_engine, half_drawn):
+def test_aborted_request_returns_its_tokens_and_spares_others(with_engine, half_drawn):
     requests = [
         request("victim", [3, 4], n=2, max_new_tokens=120, seed=1),
         request("b", [5], max_new_tokens=90, seed=2),
@@ -305,7 +305,7 @@ def test_an_aborted_request_returns_what_it_has_and_others_go_on_as_if_it_were_n
     assert tokens([other]) == tokens([reference[1]])
 
 
-def test_progress_tells_what_running_requests_have_and_ends_nothing(with_engine, half_drawn):
+def test_progress_returns_partial_outputs_and_ends_nothing(with_engine, half_drawn):
     requests = [
         request("long", [3, 4], n=2, max_new_tokens=120, seed=1),
         request("waits", [5], max_new_tokens=20, seed=2),
@@ -351,7 +351,7 @@ def test_a_cancelled_call_leaves_the_engine(with_engine, half_drawn):
     assert len(with_engine(act).outputs[0].token_ids) == 2
 
 
-def test_an_id_of_a_cancelled_call_may_be_used_while_its_last_step_runs(with_engine):
+def test_id_of_a_cancelled_call_may_be_reused_at_once(with_engine):
     async def act(engine):
         step, ended, may_return = engine._core.step, threading.Event(), threading.Event()
 
@@ -402,7 +402,7 @@ def test_stop_ends_what_waits(with_engine, half_drawn):
         (request("a", [1], max_new_tokens=5, stop=("x",), ignore_eos=False), UnsupportedError, ("stop",)),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_the_reason(with_engine, wrong, error, facts):
+def test_unsupported_requests_are_refused_with_the_reason(with_engine, wrong, error, facts):
     with raises_error(error, *facts):
         with_engine(together([wrong]))
 
@@ -412,12 +412,12 @@ def test_a_request_larger_than_the_cache_says_which_key_to_raise(with_engine):
         with_engine(together([request("a", [1], max_new_tokens=100)]), kv_cache_gib=1e-6)
 
 
-def test_two_running_requests_cannot_have_one_id(with_engine):
+def test_running_requests_have_different_ids(with_engine):
     with raises_error(DataError, "'a'"):
         with_engine(together([request("a", [1], max_new_tokens=5), request("a", [2], max_new_tokens=5)]))
 
 
-def test_logits_that_are_not_finite_fail_the_request_by_name_and_the_engine_recovers(with_engine, tiny_spec):
+def test_non_finite_logits_fail_the_request_and_spare_the_engine(with_engine, tiny_spec):
     good = {name: each.detach().clone() for name, each in load_model(tiny_spec).named_parameters()}
     bad = {**good, "model.norm.weight": torch.full_like(good["model.norm.weight"], torch.nan)}
 
@@ -452,9 +452,7 @@ def num_caches():
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("step", ["prefill", "join", "sample"])
-def test_after_a_step_that_failed_the_engine_samples_as_before_and_has_no_memory_of_it(
-    with_engine, tiny_spec, monkeypatch, kind, step
-):
+def test_engine_samples_as_before_after_a_failed_step(with_engine, tiny_spec, monkeypatch, kind, step):
     if kind == "gpt2":
         keys = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
         tiny_spec = replace(tiny_spec, random_init={**keys, "vocab_size": VOCABULARY, "initializer_range": 0.3})
@@ -480,7 +478,7 @@ def test_after_a_step_that_failed_the_engine_samples_as_before_and_has_no_memory
     assert tokens(after) == tokens(expected)
 
 
-def test_a_command_that_fails_does_not_take_the_following_ones_with_it(with_engine):
+def test_failed_command_spares_the_following_ones(with_engine):
     async def act(engine):
         def fail():
             raise RuntimeError("out of memory")

@@ -86,7 +86,7 @@ def test_an_answer_of_no_token_has_the_experts_before_it(with_engine, mixture):
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_after_an_update_tokens_keep_the_experts_under_which_they_were_drawn(with_engine, half_drawn, mixture, kv):
+def test_tokens_keep_the_experts_that_sampled_them_after_updates(with_engine, half_drawn, mixture, kv):
     model = load_model(mixture, device="cpu")
     old = {name: each.detach().clone() for name, each in model.named_parameters()}
     draw = torch.Generator().manual_seed(2)

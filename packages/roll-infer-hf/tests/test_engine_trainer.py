@@ -36,7 +36,7 @@ def as_sequence(name, prompt, output):
     return TrainSequence(id=name, tokens=tokens, loss_mask=np.arange(len(tokens)) >= len(prompt))
 
 
-def test_logprobs_equal_those_of_the_trainer_before_and_after_a_step_without_a_copy(with_engine, trainer):
+def test_shared_weights_give_the_trainers_logprobs_at_each_step(with_engine, trainer):
     prompts = [np.arange(3, 3 + length) for length in (2, 9, 17)]
 
     async def generate(engine, prefix):

@@ -54,7 +54,7 @@ def assert_of(model, prompt, completion):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_new_requests_are_served_by_the_new_weights_and_nothing_old_is_left(with_engine, trainer, shared):
+def test_new_requests_use_only_the_new_weights(with_engine, trainer, shared):
     prompt = list(range(30))
 
     async def act(engine):
@@ -69,7 +69,7 @@ def test_new_requests_are_served_by_the_new_weights_and_nothing_old_is_left(with
     assert (receipt.version, receipt.role, receipt.rank) == (3, "actor_infer", 3)
 
 
-def test_shared_tensors_are_held_themselves_and_copied_ones_are_not(with_engine, trainer):
+def test_shared_tensors_are_aliased_and_copied_ones_are_not(with_engine, trainer):
     async def act(engine):
         manifest = make_manifest(1, exported(trainer))
         held = dict(engine._model.named_parameters())
@@ -83,7 +83,7 @@ def test_shared_tensors_are_held_themselves_and_copied_ones_are_not(with_engine,
     assert with_engine(act) == (True, True, True)
 
 
-def test_a_copy_after_a_shared_update_leaves_the_trainers_memory_alone(with_engine, trainer, tiny_spec):
+def test_copy_after_a_shared_update_spares_the_trainers_memory(with_engine, trainer, tiny_spec):
     before = {name: each.detach().clone() for name, each in exported(trainer)}
     other = load_model(tiny_spec)
 
@@ -109,7 +109,7 @@ def test_a_step_of_the_trainer_is_seen_at_the_next_publish(with_engine, trainer)
     assert_of(trainer, [4, 5], with_engine(act))
 
 
-def test_live_tensors_that_do_not_lie_side_by_side_are_used_correctly(with_engine, tiny_spec):
+def test_scattered_live_tensors_are_used_correctly(with_engine, tiny_spec):
     scattered = load_model(tiny_spec.__class__(random_init=tiny_spec.random_init, dtype="fp32", seed=77))
     layer = scattered.model.layers[0].self_attn
     assert adjacent([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]) is None
@@ -138,9 +138,7 @@ def update_in_flight(half_drawn, trainer):
     return replacing
 
 
-def test_running_requests_go_on_under_new_weights_and_each_token_has_its_version(
-    with_engine, update_in_flight, tiny_spec
-):
+def test_running_requests_resume_with_versions_under_new_weights(with_engine, update_in_flight, tiny_spec):
     prompt = [4, 5, 6]
     output = with_engine(update_in_flight(prompt)).outputs[0]
     assert len(output.token_ids) == 90
@@ -151,7 +149,7 @@ def test_running_requests_go_on_under_new_weights_and_each_token_has_its_version
     np.testing.assert_allclose(output.logprobs[:changed], old[:changed], atol=1e-5)
 
 
-def test_recomputed_keys_and_values_give_the_new_weights_own_logprobs(with_engine, update_in_flight, trainer):
+def test_recomputed_kv_gives_logprobs_of_the_new_weights(with_engine, update_in_flight, trainer):
     prompt = [4, 5, 6]
     output = with_engine(update_in_flight(prompt), kv_after_update="recompute").outputs[0]
     changed = int(output.versions.argmax())
@@ -184,9 +182,7 @@ def publish(trainer, change, version=1, first=None):
         (CorruptTensorError, ("F64",), lambda t: [(name, x.double()) for name, x in t]),
     ],
 )
-def test_what_is_not_as_the_manifest_says_is_an_error_that_names_role_rank_and_tensor(
-    with_engine, trainer, error, facts, change
-):
+def test_manifest_mismatch_names_role_rank_and_tensor(with_engine, trainer, error, facts, change):
     with raises_error(error, "actor_infer rank 3", *facts):
         with_engine(publish(trainer, change))
 
@@ -220,7 +216,7 @@ def held_by(engine, except_of):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_sleeping_engine_holds_neither_weights_nor_keys_and_values(with_engine, trainer, shared):
+def test_sleeping_engine_holds_neither_weights_nor_kv(with_engine, trainer, shared):
     async def act(engine):
         await engine.update_weights(1, make_manifest(1, exported(trainer)), exported(trainer), shared=shared)
         await engine.generate(request("before", range(30)))
@@ -273,7 +269,7 @@ def test_the_engines_thread_selects_its_device(tiny_spec, monkeypatch, device):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_an_engine_that_slept_computes_with_the_weights_that_come_then(with_engine, trainer, shared):
+def test_woken_engine_computes_with_the_next_weights(with_engine, trainer, shared):
     prompt = list(range(30))
 
     async def act(engine):

@@ -16,7 +16,7 @@ from roll_modeling.offload import release_pages
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
 
 
-def test_pages_leave_the_process_and_come_back_when_they_are_written_to():
+def test_released_pages_return_when_written():
     tensor = torch.ones(64 << 20, dtype=torch.uint8)
     process = psutil.Process()
     before = process.memory_info().rss
@@ -37,7 +37,7 @@ def test_neighbours_of_a_tensor_keep_what_they_hold():
 
 
 @pytest.mark.parametrize("size", [0, 1, 100])
-def test_what_is_smaller_than_a_page_stays(size):
+def test_memory_below_a_page_is_not_released(size):
     tensor = torch.full((size,), 3, dtype=torch.uint8)
     assert release_pages(tensor) == 0
     assert tensor.tolist() == [3] * size
@@ -45,7 +45,7 @@ def test_what_is_smaller_than_a_page_stays(size):
 
 @pytest.mark.slow(ci=True)
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "8"}])
-def test_freed_memory_is_reused_without_page_faults_unless_the_environment_configures_malloc(environment):
+def test_freed_memory_is_reused_without_faults_unless_configured(environment):
     program = """
 import resource, torch
 from roll_modeling.offload import keep_freed_memory

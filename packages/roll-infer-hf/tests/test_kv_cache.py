@@ -58,7 +58,7 @@ def test_a_shape_beyond_the_buffer_is_refused():
 
 
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
-def test_an_engine_stays_within_kv_cache_gib_while_requests_arrive(with_engine, monkeypatch, kernels):
+def test_engine_stays_within_kv_cache_gib_as_requests_arrive(with_engine, monkeypatch, kernels):
     """Requests of many lengths, one after the other: the cache of rows grows while it is in use."""
     limit = 100 * 2 * 2 * 2 * 8 * 4 * ALIGNMENT  # 100 rows of the tiny model's shortest
     allocated = []

@@ -59,7 +59,7 @@ def random_logits(size, seed=0, scale=2.0):
         lambda size: st.tuples(st.just(size), st.integers(0, 2**31), st.floats(0, 1, exclude_max=True))
     )
 )
-def test_the_inverse_is_the_first_token_whose_cumulative_weight_exceeds_the_uniform(case):
+def test_inverse_is_the_first_token_above_the_uniform(case):
     size, seed, u = case
     rng = np.random.default_rng(seed)
     weights = rng.random(size).astype(np.float32) * (rng.random(size) < 0.5)
@@ -105,14 +105,14 @@ def test_cuts_keep_the_tokens_that_their_definitions_keep(size, top_k, top_p, mi
     assert np.abs(frequencies(logits, params) - cut(softmax(logits), top_k, top_p, min_p)).max() < 1.5 / NUM
 
 
-def test_top_p_sorts_everything_where_the_first_candidates_do_not_reach_it():
+def test_top_p_sorts_all_tokens_if_candidates_do_not_suffice():
     logits = random_logits(1000, seed=2, scale=0.1)
     params = SamplingParams(top_p=0.95)
     found = frequencies(logits, params)
     assert np.abs(found - cut(softmax(logits), 0, 0.95, 0.0)).max() < 1.5 / NUM
 
 
-def test_the_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens():
+def test_penalty_divides_positive_and_multiplies_negative_logits():
     logits = np.array([2.0, 1.5, -1.0, -1.1], dtype=np.float32)
     seen = torch.tensor([[True, False, True, False]])
     uniforms = (np.arange(NUM) + 0.5) / NUM
@@ -133,7 +133,7 @@ def test_banned_tokens_are_never_drawn():
     assert len(drawn) == 2
 
 
-def test_logprobs_are_those_of_the_tempered_softmax_before_any_cut():
+def test_logprobs_are_of_the_tempered_softmax_before_cuts():
     logits = np.stack([random_logits(300, seed=i) for i in range(4)])
     params = [
         SamplingParams(temperature=0.6),
@@ -172,7 +172,7 @@ def test_a_row_draws_the_same_token_whatever_rows_are_beside_it():
         assert alone.logprobs_N[0] == together.logprobs_N[row]
 
 
-def test_logits_that_are_not_finite_give_logprobs_that_are_not_finite():
+def test_non_finite_logits_give_non_finite_logprobs():
     logits = np.full((2, 200), np.nan, dtype=np.float32)
     logits[1] = 0.0
     drawn = draw_rows(logits, [SamplingParams()] * 2, [0.5, 0.5])

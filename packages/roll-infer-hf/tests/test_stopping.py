@@ -43,7 +43,7 @@ STOPS = st.lists(st.text(alphabet="ab\n é漢🙂", min_size=1, max_size=4), min
 
 @settings(max_examples=200)
 @given(TEXT, STOPS)
-def test_bytes_of_unicode_are_stopped_where_the_decoded_text_first_contains_a_stop(text, strings):
+def test_unicode_bytes_stop_at_the_first_stop_in_the_text(text, strings):
     ids = list(text.encode())
     found = first_stop(StopStrings(ByteTokenizer(), strings), ids)
     assert (found and found[0]) == expected_end(ByteTokenizer(), strings, ids)
@@ -54,19 +54,19 @@ def test_bytes_of_unicode_are_stopped_where_the_decoded_text_first_contains_a_st
     st.lists(st.integers(0, len(PieceTokenizer.pieces) - 1), min_size=1, max_size=40),
     st.lists(st.sampled_from(["stop", " stop", "x.", "t op", "é x", ". ", "  "]), min_size=1, max_size=3),
 )
-def test_pieces_are_stopped_where_the_decoded_text_first_contains_a_stop(ids, strings):
+def test_pieces_stop_at_the_first_stop_in_the_text(ids, strings):
     found = first_stop(StopStrings(PieceTokenizer(), strings), ids)
     assert (found and found[0]) == expected_end(PieceTokenizer(), strings, ids)
 
 
-def test_of_two_stops_that_one_token_completes_the_earlier_in_the_text_is_named():
+def test_earlier_of_two_completed_stops_is_named():
     stops = StopStrings(ByteTokenizer(), ["b", "ab"])
     assert stops.match(list(b"xab")) == "ab"
 
 
 @settings(max_examples=200)
 @given(TEXT.filter(bool), STOPS)
-def test_a_stop_string_from_before_the_last_token_is_not_found_again(text, strings):
+def test_stop_before_the_last_token_is_not_matched_again(text, strings):
     """As after `min_new_tokens`: the strings of the first tokens ended nothing."""
     ids = list(text.encode())
     whole, before = (ByteTokenizer().decode(each) for each in (ids, ids[:-1]))
@@ -76,7 +76,7 @@ def test_a_stop_string_from_before_the_last_token_is_not_found_again(text, strin
     assert found in ([None] if not completed and not repeated else [*completed, *repeated])
 
 
-def test_of_a_text_with_two_equal_stops_only_the_tokens_that_complete_one_are_found():
+def test_equal_stops_match_only_at_tokens_that_complete_them():
     stops = StopStrings(ByteTokenizer(), ["ab"])
     text = b"ab-b-ab"
     assert [end for end in range(1, len(text) + 1) if stops.match(list(text[:end]))] == [2, 7]

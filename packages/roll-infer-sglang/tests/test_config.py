@@ -23,7 +23,7 @@ def test_the_engines_own_arguments_go_to_it_as_they_are():
     assert SglangConfig.model_validate(given).engine_arguments().items() >= given.items()
 
 
-def test_what_is_not_given_is_left_to_the_engine():
+def test_unset_arguments_are_left_to_the_engine():
     assert SglangConfig().engine_arguments() == {
         "mem_fraction_static": 0.8,
         "disable_radix_cache": False,
@@ -36,12 +36,12 @@ def test_what_is_not_given_is_left_to_the_engine():
     }
 
 
-def test_an_argument_that_is_given_as_nothing_goes_to_the_engine_as_nothing():
+def test_null_arguments_reach_the_engine():
     assert SglangConfig.model_validate({"max_queued_requests": None}).engine_arguments()["max_queued_requests"] is None
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_others_decide_is_refused_with_the_reason(name):
+def test_arguments_of_other_keys_are_refused_with_the_reason(name):
     with pytest.raises(ValidationError) as caught:
         SglangConfig.model_validate({name: 1})
     assert f"{name} {REJECTED[name]}" in str(caught.value)
@@ -172,7 +172,7 @@ def problems(folder, config, *overrides, needs=False):
     return []
 
 
-def test_lengths_experts_and_nodes_are_mistakes_where_they_are_written(tmp_path):
+def test_lengths_experts_and_nodes_are_located_mistakes(tmp_path):
     at = "actor_infer.strategy_args.strategy_config"
     assert problems(tmp_path, "{page_size: 1, context_length: 2047}") == [(7, 90, at)]
     assert problems(tmp_path, "{context_length: 2048}") == []

@@ -73,6 +73,6 @@ def test_choices_have_the_weights_shares():
     torch.testing.assert_close(shares, PROBS[0], atol=5 * (0.4 * 0.6 / num) ** 0.5, rtol=0)
 
 
-def test_what_has_no_weight_is_never_chosen():
+def test_tokens_without_weight_are_never_chosen():
     weights = torch.tensor([0.0, 1e-30, 0.0]).repeat(1000, 1)
     assert seeded_choice(weights, torch.arange(1000), torch.zeros(1000, dtype=torch.int64)).unique().tolist() == [1]

@@ -35,13 +35,13 @@ def test_threads_are_shared_by_the_slots():
     assert variables("cpu", num_threads=1, num_slots=2)["OMP_NUM_THREADS"] == "1"
 
 
-def test_what_the_user_set_stays():
+def test_user_variables_are_preserved():
     wanted = variables("cpu")
     assert not variables("cpu", dict.fromkeys(wanted, "mine"), num_threads=0)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_growing_segments_are_taken_from_the_allocators_options_alone(name):
+def test_only_expandable_segments_are_removed_from_options(name):
     options = "expandable_segments:True,max_split_size_mb:128"
     assert variables("cuda", {name: options})[name] == "max_split_size_mb:128"
     assert variables("cuda", {name: "max_split_size_mb:128, expandable_segments:True"})[name] == "max_split_size_mb:128"
@@ -61,11 +61,11 @@ def test_growing_segments_are_taken_from_the_allocators_options_alone(name):
         (4, 0, 0, "0,2|4,6|8,10|12,14"),  # nobody says how many threads
     ],
 )
-def test_each_slot_has_as_many_cores_as_threads(num_slots, num_threads, rank, expected):
+def test_slots_have_as_many_cores_as_threads(num_slots, num_threads, rank, expected):
     assert cores_of_slots(range(0, 16, 2), num_slots, num_threads, rank) == expected
 
 
-def test_cores_are_dealt_out_where_slots_are_more_than_numa_nodes():
+def test_cores_are_divided_if_slots_outnumber_numa_nodes():
     dealt = variables("cpu", num_slots=MANY, num_threads=MANY)[CORES].split("|")
     assert len(dealt) == MANY
     assert {int(each) for each in dealt} == set(usable_cores())

@@ -212,7 +212,7 @@ def test_other_architectures_are_read_back_and_computed(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_interleaved_experts_with_biases_are_read_back_and_computed(dtype, tmp_path):
+def test_interleaved_experts_with_biases_are_read_and_computed(dtype, tmp_path):
     """SGLang computes gpt-oss with its own attention kernels only, here in Triton's interpreter: seconds per token.
 
     So its logprobs are wrong in bf16, also of the weights that it loads itself. In fp32 it rounds the sinks.
@@ -234,7 +234,7 @@ def test_interleaved_experts_with_biases_are_read_back_and_computed(dtype, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("ep_size", [1, 2])
 @pytest.mark.parametrize("kind", ["qwen3_moe"])
-def test_two_ranks_share_the_experts(kind, ep_size, tmp_path):
+def test_ranks_share_the_experts(kind, ep_size, tmp_path):
     """Each has a half of every expert, or half of the experts. A rank that keeps its old weights is found."""
     fault = tmp_path / "fault"
     fault.write_text("")

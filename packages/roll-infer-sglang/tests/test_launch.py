@@ -29,7 +29,7 @@ def told(device="cpu", *, lora=None, num_slots=2, sampling_seed=0, **config):
     ("device", "level", "saver", "backup"),
     [("cuda:1", 0, False, False), ("cuda:1", 1, True, True), ("cuda:1", 2, True, False), ("cpu", 2, False, False)],
 )
-def test_memory_is_saved_where_an_engine_on_an_accelerator_may_sleep(device, level, saver, backup):
+def test_sleeping_engines_on_accelerators_enable_memory_saving(device, level, saver, backup):
     found = told(device, sleep_level=level)
     assert (found["enable_memory_saver"], found["enable_weights_cpu_backup"]) == (saver, backup)
     assert "sleep_level" not in found
@@ -53,7 +53,7 @@ def test_the_context_is_the_models_unless_it_is_to_be_shorter():
         told(context_length=257)
 
 
-def test_requests_without_a_seed_draw_from_one_that_is_the_starts_own():
+def test_requests_without_a_seed_use_one_of_the_start():
     assert told()["random_seed"] == 0
     assert told(sampling_seed=2**40 + 7)["random_seed"] == 7
 
@@ -63,7 +63,7 @@ def test_priorities_are_told_of_where_they_are_heeded():
     assert "disable_priority_preemption" not in told(enable_priority_scheduling=False)
 
 
-def test_room_is_made_for_the_trained_adapter_and_the_model_beneath_has_another_name():
+def test_adapter_has_room_and_the_base_model_another_name():
     found = told(lora=LORA, num_slots=1, enable_lora=True)
     assert (found["enable_lora"], found["max_lora_rank"], found["max_loras_per_batch"]) == (True, 5, 2)
     assert found["served_model_name"] == "actor_infer-base"
@@ -73,7 +73,7 @@ def test_room_is_made_for_the_trained_adapter_and_the_model_beneath_has_another_
     assert "max_lora_rank" not in plain
 
 
-def test_kernels_of_adapters_are_the_users_and_on_a_cpu_those_that_it_has():
+def test_adapter_kernels_default_to_torch_on_a_cpu():
     assert told(lora=LORA, num_slots=1)["lora_backend"] == "torch_native"
     assert "lora_backend" not in told("cuda", lora=LORA, num_slots=1)
     assert told("cuda", lora=LORA, num_slots=1, lora_backend="triton")["lora_backend"] == "triton"

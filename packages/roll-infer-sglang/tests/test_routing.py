@@ -22,7 +22,7 @@ def test_rows_of_layers_with_experts_are_read_from_a_response():
     assert routed_experts({"finish_reason": None}, layout) is None
 
 
-def test_tokens_that_were_computed_before_an_interruption_keep_their_experts():
+def test_tokens_before_an_interruption_keep_their_experts():
     async def act():
         request = GenerateRequest(id="r", prompt_ids=np.arange(3), params=SamplingParams(), routed_experts=True)
         output = SglangOutput(request=request, index=0, response=asyncio.get_running_loop().create_future())

@@ -47,12 +47,12 @@ def said(tokens, *, of=None, version=0, spans=(), prompt=None):
         (request(temperature=9e-7), ("9e-07", "1e-06")),
     ],
 )
-def test_what_sglang_does_otherwise_is_refused(asked, facts):
+def test_unsupported_sampling_is_refused(asked, facts):
     with raises_error(UnsupportedError, *facts):
         check_served(asked)
 
 
-def test_what_can_be_served_is_not_refused():
+def test_supported_sampling_is_accepted():
     check_served(request(temperature=5.0, top_p=0.9, top_k=3, min_p=0.1, seed=3, min_new_tokens=2, stop=("a", "b")))
 
 
@@ -92,7 +92,7 @@ def test_seeds_of_outputs_and_of_neighbouring_requests_differ():
 # -- the other way -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_drawn_in_pieces_and_over_an_interruption_is_one_output():
+def test_tokens_over_an_interruption_are_one_output():
     output = drawn([], max_new_tokens=8)
     output.append(said([5], of=1, version=3))
     output.append(said([6, 8], of=3, version=3))
@@ -143,14 +143,14 @@ def test_the_top_tokens_of_a_prompt_begin_at_its_second_token():
     assert tops.logprobs.tolist() == [[0.0, 0.0], [-0.5, -1.5]]
 
 
-def test_an_end_token_that_was_drawn_during_an_interruption_ends_it():
+def test_end_token_during_an_interruption_ends_the_output():
     assert drawn([5, 9, 6], stop_token_ids=(9,)).end((1,), None) == (2, "stop", 9)
     assert drawn([5, 1], max_new_tokens=2).end((1,), None) == (2, "stop", 1)
     assert drawn([5, 1], max_new_tokens=2, ignore_eos=True).end((1,), None) == (2, "length", None)
     assert drawn([5, 6, 7, 8, 9], max_new_tokens=4).end((1,), None) == (4, "length", None)
 
 
-def test_a_stop_string_over_an_interruption_ends_at_the_token_that_completes_it():
+def test_stop_string_over_an_interruption_ends_at_its_token():
     def decode(tokens):
         return "".join("abcdefghij"[token] for token in tokens)
 

@@ -99,7 +99,7 @@ def package_in(folder, program):
     (package / "serve.py").write_text(program, encoding="utf-8")
 
 
-def test_a_start_that_is_cancelled_ends_at_once_and_with_it_the_process(tmp_path):
+def test_cancelled_start_ends_its_process_at_once(tmp_path):
     """Minutes before the model is loaded, as by Ctrl-C."""
     package_in(tmp_path, LOADING)
     mark = tmp_path / "started"
@@ -139,7 +139,7 @@ def test_a_server_that_is_stopped_leaves_no_shared_memory(tmp_path, segment):
     assert left_of(segment) == ["other_"]
 
 
-def test_a_server_whose_worker_was_killed_leaves_no_shared_memory(segment):
+def test_server_of_a_killed_worker_leaves_no_shared_memory(segment):
     program = SHARING + "from roll_infer_sglang import serve\nserve._exit_with_worker()\n"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -152,7 +152,7 @@ def test_a_server_whose_worker_was_killed_leaves_no_shared_memory(segment):
     assert left_of(segment) == ["other_"]
 
 
-def test_nobody_else_gets_the_port_before_the_server_is_ready(tmp_path):
+def test_port_is_reserved_until_the_server_is_ready(tmp_path):
     package_in(tmp_path, STAND_IN)
 
     async def started():

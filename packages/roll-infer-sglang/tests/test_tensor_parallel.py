@@ -53,7 +53,7 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
     [biased(**SIZES), biased(**SIZES, model_type="phi3", pad_token_id=0)],
     ids=["qwen2", "phi3, fused in transformers"],
 )
-def test_two_processes_draw_what_one_draws_and_hold_what_was_published(spec):
+def test_tensor_parallel_ranks_equal_one_and_hold_the_weights(spec):
     """Two query heads and a key head each; tied embeddings of an odd vocabulary, and biases."""
     alone, together = (drawn(num_slots, spec) for num_slots in (1, 2))
     for one, other in zip(alone, together, strict=True):

@@ -55,7 +55,7 @@ def test_weights_are_sent_whole_where_nothing_is_said(served):
     assert served({}, {}) is None
 
 
-def test_adapters_that_nobody_trains_are_refused_where_they_are_asked_for(served):
+def test_adapters_without_a_trainer_are_refused(served):
     with raises_error(ConfigError, "strategy_config"):
         served({}, {"enable_lora": True})
 
@@ -69,7 +69,7 @@ def test_every_trainer_of_adapters_sends_them(served):
         assert served(LORA, {"enable_lora": True}, each.name).rank == 4
 
 
-def test_adapters_beside_modules_that_are_trained_in_full_are_refused(served):
+def test_adapters_beside_fully_trained_modules_are_refused(served):
     with raises_error("ROLL-C014", "additional_target", key="actor_infer.strategy_args.strategy_config"):
         served({**LORA, "additional_target": ["norm"]}, {"enable_lora": True})
 

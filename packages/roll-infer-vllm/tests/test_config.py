@@ -24,7 +24,7 @@ def test_the_engines_own_arguments_go_to_it_as_they_are():
     assert VllmConfig.model_validate(given).engine_arguments().items() >= given.items()
 
 
-def test_what_is_not_given_is_left_to_the_engine():
+def test_unset_arguments_are_left_to_the_engine():
     assert VllmConfig().engine_arguments() == {
         "tensor_parallel_size": 1,
         "data_parallel_size": 1,
@@ -37,12 +37,12 @@ def test_what_is_not_given_is_left_to_the_engine():
     }
 
 
-def test_an_argument_that_is_given_as_nothing_goes_to_the_engine_as_nothing():
+def test_null_arguments_reach_the_engine():
     assert VllmConfig.model_validate({"max_num_queued_reqs": None}).engine_arguments()["max_num_queued_reqs"] is None
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_others_decide_is_refused_with_the_reason(name):
+def test_arguments_of_other_keys_are_refused_with_the_reason(name):
     with pytest.raises(ValidationError) as caught:
         VllmConfig.model_validate({name: 1})
     assert f"{name} {REJECTED[name]}" in str(caught.value)
@@ -112,7 +112,7 @@ def test_check_names_the_nearest_argument(run, capsys):
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_block"])
-def test_fp8_starts_without_weights_and_with_our_quantization_method(quantization):
+def test_fp8_starts_without_weights_and_with_our_quantization(quantization):
     found = VllmConfig(quantization=quantization).engine_arguments()
     assert (found["quantization"], found["load_format"]) == (f"roll_{quantization}", "dummy")
     assert VllmConfig(quantization=quantization).weight_format() == quantization
@@ -128,7 +128,7 @@ def test_fp8_starts_without_weights_and_with_our_quantization_method(quantizatio
         ({"quantization": "fp8", "enable_lora": True}, ("enable_lora", "fp8")),
     ],
 )
-def test_what_does_not_go_with_fp8_is_refused(given, facts):
+def test_options_that_conflict_with_fp8_are_refused(given, facts):
     with raises_error(ValidationError, *facts):
         VllmConfig.model_validate(given)
 
@@ -164,7 +164,7 @@ def test_expert_parallel_ranks_must_divide_the_experts(keys, ranks, facts):
         check()
 
 
-def test_data_parallel_ranks_divide_the_experts_with_the_tensor_parallel_ones():
+def test_data_and_tensor_parallel_ranks_divide_the_experts():
     config = VllmConfig(tensor_parallel_size=2, data_parallel_size=4, enable_expert_parallel=True)
     config.check_model({"model_type": "qwen3_moe", "num_experts": 16})
     facts = ("12 experts", "tensor_parallel_size 2", "data_parallel_size 4", "= 8")
@@ -172,7 +172,7 @@ def test_data_parallel_ranks_divide_the_experts_with_the_tensor_parallel_ones():
         config.check_model({"model_type": "qwen3_moe", "num_experts": 12})
 
 
-def test_a_dense_model_has_replicas_instead_of_data_parallel_ranks():
+def test_dense_models_have_replicas_instead_of_data_parallelism():
     config = VllmConfig(data_parallel_size=2, enable_expert_parallel=True)
     with raises_error(ValueError, "data_parallel_size", "qwen3", "device_mapping"):
         config.check_model({"model_type": "qwen3"})
@@ -181,7 +181,7 @@ def test_a_dense_model_has_replicas_instead_of_data_parallel_ranks():
 @pytest.mark.parametrize(
     ("beside", "fact"), [({}, "enable_expert_parallel"), ({"pipeline_parallel_size": 2}, "pipeline_parallel_size")]
 )
-def test_what_data_parallel_ranks_need_is_a_mistake_of_check(run, beside, fact):
+def test_missing_needs_of_data_parallelism_are_mistakes(run, beside, fact):
     keys = {"data_parallel_size": 2, "enable_expert_parallel": bool(beside), **beside}
     with raises_error(ValidationError, "data_parallel_size", fact):
         VllmConfig.model_validate(keys)
@@ -257,7 +257,7 @@ def problems(run, config, *overrides):
     return [(*map(int, each.where.split(":")[1:]), each.key) for each in raised.value.problems]
 
 
-def test_a_longest_sequence_below_prompt_and_response_is_a_mistake_where_it_is_written(run):
+def test_too_short_max_model_len_is_a_located_mistake(run):
     """1,024 + 1,024 tokens by default; a validation may generate more."""
     at = "actor_infer.strategy_args.strategy_config"
     for length, overrides in ((2047, ()), (1100, ("response_length=77",)), (900, ("prompt_length=1",))):
@@ -294,7 +294,7 @@ def test_router_replay_needs_the_prefix_cache_and_one_stage(run, key, value):
     VllmConfig().check_router_replay({})
 
 
-def test_an_engine_over_two_nodes_is_a_mistake_where_its_slots_are_written(run):
+def test_engine_over_two_nodes_is_a_located_mistake(run):
     file = run("{data_parallel_size: 2, enable_expert_parallel: true}")
     with pytest.raises(ConfigError) as raised:
         load(file, ("num_gpus_per_node=1", "actor_infer.device_mapping=[0,1]"), load_registry())
@@ -311,7 +311,7 @@ def loaded(run, *overrides):
     return load(run("{quantization: fp8}"), list(overrides), load_registry()).config
 
 
-def test_a_run_in_fp8_weighs_tokens_and_watches_with_bounds_of_its_own(run):
+def test_fp8_runs_have_their_own_correction_and_guard_bounds(run):
     config = loaded(run)
     assert config.actor_infer.weight_format == "fp8"
     assert config.correction.is_weight.enabled

@@ -313,7 +313,7 @@ def test_ranks_share_experts_of_other_architectures(kind):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_processes_exit_when_the_worker_is_killed(tmp_path):
+def test_processes_exit_when_the_worker_is_killed(tmp_path):
     """Two ranks and vLLM's coordinator, which loads no plugins."""
     program = tmp_path / "worker.py"
     program.write_text(textwrap.dedent(WORKER).format(tests=str(Path(__file__).parent)), encoding="utf-8")

@@ -257,7 +257,7 @@ def test_the_arguments_that_check_knows_are_the_engines_own():
     assert known == {name for name in own if not name.startswith("_")}
 
 
-def test_requests_without_a_seed_draw_from_one_that_is_the_starts_own():
+def test_requests_without_a_seed_use_one_of_the_start():
     from roll_infer_vllm.launch import _arguments
 
     with engine_files(biased(), "vLLM") as files:
@@ -268,7 +268,7 @@ def test_requests_without_a_seed_draw_from_one_that_is_the_starts_own():
     assert seeds == [0, 7]
 
 
-def test_heads_that_the_cpus_attention_does_not_take_are_refused_at_the_start():
+def test_heads_that_cpu_attention_lacks_are_refused_at_start():
     from roll_core.errors import ModelError
 
     with raises_error(ModelError, "actor_infer rank 0", "16", "CPU", "32", "64"):

@@ -27,7 +27,7 @@ def test_the_workers_own_number_of_threads_is_not_the_engines():
     assert variables("cpu", {"OMP_NUM_THREADS": "8"}, num_threads=8, num_slots=2)["OMP_NUM_THREADS"] == "4"
 
 
-def test_what_the_user_set_stays():
+def test_user_variables_are_preserved():
     wanted = variables("cpu")
     assert not variables("cpu", dict.fromkeys(wanted, "mine"), num_threads=0)
 
@@ -38,7 +38,7 @@ def test_an_engine_that_shall_compile_may():
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_growing_segments_are_taken_from_the_allocators_options_alone(name):
+def test_only_expandable_segments_are_removed_from_options(name):
     options = "expandable_segments:True,max_split_size_mb:128"
     assert variables("cuda", {name: options})[name] == "max_split_size_mb:128"
     assert variables("cuda", {name: "expandable_segments:True"})[name] == ""

@@ -230,7 +230,7 @@ def test_requests_go_on_under_the_new_weights(live):
     assert gaps[~new].max() > CLOSE
 
 
-def test_an_engine_that_holds_another_scale_says_so_in_its_receipt(live):
+def test_receipt_reports_another_scale(live):
     live.step()
     right, name = live.tensors(), "model.layers.0.mlp.up_proj.weight_scale"
     manifest = make_manifest(live.version + 1, right)
@@ -240,7 +240,7 @@ def test_an_engine_that_holds_another_scale_says_so_in_its_receipt(live):
     assert {each for each in sent if held[each] != sent[each]} == {name}
 
 
-def test_weights_that_are_not_in_fp8_are_refused_before_anything_is_touched(live):
+def test_weights_other_than_fp8_are_refused_before_any_change(live):
     live.publish()
     with raises_error(MissingTensorError, "q_proj.weight_scale"):
         live.publish(list(live.model.named_parameters()))
@@ -265,7 +265,7 @@ def test_requests_to_the_endpoint_wait_for_the_first_weights(started):
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_what_was_published_and_compute_with_it():
+def test_ranks_load_the_published_weights_and_compute():
     """Each rounds its part of the activations by itself, so the logprobs are near those of one rank, and not equal."""
     engine = begin(tensor_parallel_size=2)
     try:
@@ -380,7 +380,7 @@ def test_scales_of_rows_are_refused_before_anything_is_touched(blocks):
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_the_blocks_and_compute_with_them():
+def test_ranks_load_the_blocks_and_compute():
     """Edges between ranks are edges of blocks and groups, so that two ranks round like one."""
     engine = begin(WIDE, BlockLive, tensor_parallel_size=2)
     try:
@@ -436,7 +436,7 @@ def test_experts_have_blocks_and_are_computed_with_them():
     ],
     ids=["tensor", "expert", "data"],
 )
-def test_two_ranks_have_the_blocks_of_experts(keys):
+def test_ranks_load_the_blocks_of_experts(keys):
     engine = begin(EXPERTS, BlockLive, **keys)
     try:
         check_experts(engine)

@@ -247,7 +247,7 @@ def test_vllm_still_routes_without_correction_biases_on_a_cpu():
 # -- a whole engine ----------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_of_experts_updates_in_flight_sleeps_and_takes_merged_adapters():
+def test_engine_of_experts_updates_sleeps_and_merges_adapters():
     live = start(mixture("qwen3_moe"), CACHE)
     try:
         live.step()
@@ -298,7 +298,7 @@ def merged_adapters(live):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
-def test_two_ranks_share_every_expert(kind):
+def test_ranks_share_every_expert(kind):
     live = start(mixture(kind), {**CACHE, "tensor_parallel_size": 2})
     try:
         for _ in range(2):

@@ -27,12 +27,12 @@ def request(prompt=(1, 2, 3), n=1, **params):
         (request(top_p=0.9, min_p=0.1), ("top_p", "0.9", "min_p", "0.1")),
     ],
 )
-def test_what_vllm_does_otherwise_is_refused(asked, facts):
+def test_unsupported_sampling_is_refused(asked, facts):
     with raises_error(UnsupportedError, *facts):
         check_served(asked)
 
 
-def test_what_can_be_served_is_not_refused():
+def test_supported_sampling_is_accepted():
     check_served(request(max_new_tokens=5, temperature=2.0, top_p=0.9, top_k=3))
     check_served(request(temperature=0.01))
     check_served(request(top_p=0.9, min_p=0.1, temperature=0.0))

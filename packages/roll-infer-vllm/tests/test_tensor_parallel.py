@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     "spec", [biased(), biased(model_type="phi3", pad_token_id=0)], ids=["qwen2", "phi3, fused in transformers"]
 )
-def test_two_ranks_hold_what_was_published_and_compute_with_it(spec, monkeypatch):
+def test_ranks_load_the_published_weights_and_compute(spec, monkeypatch):
     """One key head for both, tied embeddings, and biases. After a bucket that they cannot read, too."""
     from roll_infer_vllm.strategy import VllmStrategy
 

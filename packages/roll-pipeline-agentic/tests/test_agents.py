@@ -161,7 +161,7 @@ def test_an_environment_scores_the_replies_of_an_agent(
         assert played[name] == pytest.approx(alone[name], rel=1e-4), name
 
 
-def test_an_agent_that_replies_without_calls_ends_at_the_limit_of_turns(own: AgenticRuns) -> None:
+def test_agent_without_calls_ends_at_the_limit_of_turns(own: AgenticRuns) -> None:
     """The environment never ends, and the recorder counts one call."""
     given = {"environment": "guess_number", "env_config": {"step_penalty": 1.0}, "agent": "my_agent:stubborn"}
     custom = {"guess": {**given, "isolation": "thread", "max_steps": 4}}
@@ -270,7 +270,7 @@ def test_mistakes_are_located(own: AgenticRuns, given: dict[str, object], key: s
 
 
 @pytest.mark.parametrize("turns", range(1, 7))
-def test_a_program_that_is_cancelled_twice_has_ended_and_its_pipes_are_closed(tmp_path, turns):
+def test_program_cancelled_twice_ends_and_closes_its_pipes(tmp_path, turns):
     started = tmp_path / "started"
     code = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     agent = CommandAgent(command=[sys.executable, "-c", code], env={})

@@ -125,7 +125,7 @@ def test_tool_turns_keep_the_sampled_tokens(name: str, other: bool, thinks: bool
 
 
 @pytest.mark.parametrize("name", WITH_THOUGHTS)
-def test_reasoning_that_the_template_removes_forks_and_can_be_kept(name: str) -> None:
+def test_reasoning_that_the_template_removes_forks_or_is_kept(name: str) -> None:
     question = [{"role": "user", "content": "And then?"}]
     chats, family, tokenizer = encoder(name)
     chat = chats.encode(OPENING)
@@ -165,7 +165,7 @@ def test_reasoning_can_be_stripped(name: str) -> None:
     assert "3" in forked.text
 
 
-def test_qwen3_keeps_reasoning_within_a_tool_loop_and_forks_after_it() -> None:
+def test_qwen3_keeps_reasoning_in_a_tool_loop_and_forks_after() -> None:
     chats, family, tokenizer = encoder("qwen3")
     chat = chats.encode(OPENING, [TOOL])
     call = ids_of(tokenizer, family.thought + family.call + family.end)

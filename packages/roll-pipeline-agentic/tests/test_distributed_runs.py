@@ -68,7 +68,7 @@ def test_local_and_ray_have_the_same_numbers(runs: AgenticRuns) -> None:
     assert any(line[0] > 0 for line in local_metrics)
 
 
-def test_two_ranks_train_while_episodes_continue(runs: AgenticRuns) -> None:
+def test_ranks_train_while_episodes_continue(runs: AgenticRuns) -> None:
     result = runs.ok(config(runs))
     lines = runs.metrics(result)
     assert [line["step"] for line in lines] == list(range(1, 7))
@@ -84,9 +84,7 @@ def test_two_ranks_train_while_episodes_continue(runs: AgenticRuns) -> None:
     assert any(steps)
 
 
-def test_a_replica_that_is_killed_before_a_publish_loses_no_episode(
-    runs: AgenticRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replica_killed_before_a_publish_loses_no_episode(runs: AgenticRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """The publish fails on the rank that sends; the next one is collective over both ranks again."""
     publish, attempts = WeightPublisher.publish, []
 

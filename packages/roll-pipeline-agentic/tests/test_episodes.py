@@ -164,7 +164,7 @@ SHORTENS = (
 """Keeps only the end of each message, so of replies that are longer."""
 
 
-def test_a_template_that_changes_a_reply_forks_and_trains_every_token_once(tokenizer: Any) -> None:
+def test_template_that_changes_a_reply_forks_without_repeats(tokenizer: Any) -> None:
     replies = ["I say 3<eos>", "8<eos>", "5<eos>"]
 
     async def run() -> Group:
@@ -244,7 +244,7 @@ async def under(tokenizer: Any, template: str, creates: Sequence[Any], **options
         (partial(Told, hint_after=2), "step", 2),
     ],
 )
-def test_messages_that_the_template_refuses_are_a_failure_of_their_episode(
+def test_messages_that_the_template_refuses_fail_their_episode(
     tokenizer: Any, wrong: Any, method: str, num_calls: int
 ) -> None:
     group, context, shared = asyncio.run(under(tokenizer, ALTERNATES, [wrong, wrong]))
@@ -261,9 +261,7 @@ def test_messages_that_the_template_refuses_are_a_failure_of_their_episode(
 
 
 @pytest.mark.parametrize(("text", "fails"), [("higher", False), ("größer", True)])
-def test_a_text_that_the_tokenizer_does_not_cover_is_a_failure_of_its_episode(
-    tmp_path: Path, text: str, fails: bool
-) -> None:
+def test_text_outside_the_tokenizer_fails_its_episode(tmp_path: Path, text: str, fails: bool) -> None:
     class Says(Five):
         async def step(self, reply: Any) -> Turn:
             turn = await super().step(reply)
@@ -278,7 +276,7 @@ def test_a_text_that_the_tokenizer_does_not_cover_is_a_failure_of_its_episode(
     assert ("acme" in sample.reward.failure) == fails
 
 
-def test_tools_that_the_named_template_cannot_describe_are_an_error_of_the_config(tokenizer: Any) -> None:
+def test_tools_that_a_template_cannot_describe_fail_the_config(tokenizer: Any) -> None:
     class WithTools(Five):
         async def reset(self, task: Any, seed: int) -> Opening:
             return replace(await super().reset(task, seed), tools=[{"type": "function", "function": {"name": "add"}}])
@@ -316,7 +314,7 @@ def test_a_prompt_that_is_too_long_is_a_failure(tokenizer: Any) -> None:
     assert group.samples[0].reward.failed
 
 
-def test_a_failed_episode_is_retried_with_other_keys_and_then_excluded(tokenizer: Any) -> None:
+def test_failed_episode_is_retried_with_new_keys_then_excluded(tokenizer: Any) -> None:
     async def run() -> Any:
         shared = episodes(tokenizer, partial(Echo, at="step", how="raise"), Config(retries=2), "thread")
         context = Script(tokenizer, RIGHT)
@@ -561,7 +559,7 @@ def test_tokens_of_another_prompt_are_not_used(tokenizer: Any) -> None:
         assert tokenizer.decode(sample.prompt_ids.tolist()) == "Guess a number from 0 to 9."
 
 
-def test_a_group_that_was_restored_and_saved_again_still_expects_its_prompts(tokenizer: Any) -> None:
+def test_group_restored_and_saved_again_expects_its_prompts(tokenizer: Any) -> None:
     async def run() -> None:
         state, _ = await interrupted(tokenizer, FIVE, 4)
         program = EpisodeGroup(episodes(tokenizer, FIVE))

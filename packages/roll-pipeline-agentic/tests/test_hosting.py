@@ -135,7 +135,7 @@ def test_an_invalid_result_is_a_failure_of_the_episode(isolation: str, how: str)
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_timeout_of_the_environments_own_is_not_reported_as_the_deadline(isolation: str) -> None:
+def test_timeout_of_the_environment_is_not_the_deadline(isolation: str) -> None:
     async def run() -> list[Any]:
         of = host(isolation, how="own timeout")
         return await closed(of, episode(of))
@@ -205,7 +205,7 @@ SLOW_START = ("process", "reset")
         if (isolation, each[1]) != SLOW_START
     ],
 )
-def test_each_stage_has_a_deadline_of_its_own(isolation: str, stage: str, at: str) -> None:
+def test_stages_have_their_own_deadlines(isolation: str, stage: str, at: str) -> None:
     """The stage that hangs is stopped after its own seconds; the others have an hour."""
 
     async def run() -> list[Any]:
@@ -268,7 +268,7 @@ time.sleep(600)
 """
 
 
-def test_what_an_environment_started_ends_with_a_killed_driver(tmp_path: Path) -> None:
+def test_processes_of_an_environment_end_with_a_killed_driver(tmp_path: Path) -> None:
     log = tmp_path / "log"
     path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(log)], env={**os.environ, "PYTHONPATH": path})

@@ -314,7 +314,7 @@ def test_processes_that_exit_hang_or_are_killed_lose_no_episode(
 
 
 @pytest.mark.slow
-def test_two_thousand_episodes_in_processes_leave_nothing_behind(
+def test_many_episodes_in_processes_leave_nothing_behind(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,000 episodes, 5 % of the attempts fail, and 30 processes are killed from outside."""
@@ -372,7 +372,7 @@ def test_agents_that_fail_lose_no_rollout(tokenizer: Any, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_two_thousand_rollouts_of_agents_leave_nothing_behind(
+def test_many_rollouts_of_agents_leave_nothing_behind(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,000 rollouts through the recording endpoint; 5 % of the attempts fail in one of six ways."""

@@ -51,7 +51,7 @@ def test_bytes_of_a_character_belong_to_its_span() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_binary_search_finds_what_a_search_of_every_token_finds(seed: int) -> None:
+def test_binary_search_equals_a_search_of_every_token(seed: int) -> None:
     rng = random.Random(seed)
     pieces = Pieces(*("".join(rng.choices("ab<>", k=rng.randint(1, 4))).encode() for _ in range(30)))
     ids = np.arange(30)
@@ -74,9 +74,7 @@ def test_the_binary_search_finds_what_a_search_of_every_token_finds(seed: int) -
         (["reasoning", "content", "tool_calls"], f"Add 1.</think>\n\nI add.{CALL}<eos>"),
     ],
 )
-def test_a_mask_selects_parts_of_replies_whose_prompts_open_the_reasoning(
-    tmp_path: Any, parts: Any, expected: str
-) -> None:
+def test_mask_selects_parts_of_replies_with_open_reasoning(tmp_path: Any, parts: Any, expected: str) -> None:
     tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path)
 
     def ids(text: str) -> Any:

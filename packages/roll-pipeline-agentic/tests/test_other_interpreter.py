@@ -156,7 +156,7 @@ def _no_process_is_left(python: str) -> Any:
     assert not [each for each in psutil.Process().children(recursive=True) if python in each.cmdline()]
 
 
-def test_an_environment_runs_with_the_packages_of_its_interpreter(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_uses_packages_of_its_interpreter(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/packages/of/the/driver")
     with pytest.raises(ModuleNotFoundError):
         __import__("words_of_acme")
@@ -262,7 +262,7 @@ def test_a_named_environment_is_looked_for_when_the_run_starts(runs: AgenticRuns
     assert line["env/words/turns/max"] <= 3
 
 
-def test_the_process_needs_only_the_standard_library_of_an_old_python() -> None:
+def test_environment_process_needs_only_an_old_standard_library() -> None:
     tree = ast.parse(Path(environment_process.__file__).read_text(encoding="utf-8"), feature_version=(3, 8))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {

@@ -54,7 +54,7 @@ def by_player(group: Group) -> dict[str, Any]:
     return {sample.player: sample for sample in group.samples}
 
 
-def test_each_player_has_a_conversation_and_a_rollout_of_its_own(tokenizer: Any) -> None:
+def test_players_have_their_own_conversation_and_rollout(tokenizer: Any) -> None:
     """7 stones: 3, 1, 3. The first player takes the last one."""
     group = played(tokenizer, ["3<eos>", "1<eos>", "3<eos>"])
     found = by_player(group)
@@ -163,7 +163,7 @@ def group(tokenizer: Any) -> Group:
     return asyncio.run(EpisodeGroup(shared).run(Scripted(tokenizer, PLANS), PROMPT))
 
 
-def test_each_player_has_its_own_baseline(group: Group) -> None:
+def test_players_have_their_own_baseline(group: Group) -> None:
     """Rewards of the first player: 1, 1, -1, -1, with the mean 0. Of the second: -1, -1, 1, with the mean -1/3."""
     experience = Experience.of([group, replace(group, id="other")])
     assert [(sample.player, sample.reward.value) for sample in experience.samples if sample.reward][:7] == [

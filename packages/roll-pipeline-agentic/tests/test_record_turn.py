@@ -21,7 +21,7 @@ def output(ids: list[int], *, experts: int | None = None) -> CompletionOutput:
     )
 
 
-def test_experts_of_a_row_are_those_of_the_turn_that_processed_each_token_first() -> None:
+def test_experts_of_a_row_are_of_the_turn_that_computed_them() -> None:
     first = record_turn(output([7, 8], experts=3), np.array([1, 2]), Rollout(turns=()), None)  # 1 2 7 | 8
     prompt = np.array([1, 2, 7, 8, 3])
     second = record_turn(output([9, 9], experts=6), prompt, Rollout(turns=(first,)), 0)  # 8 3 9 | 9

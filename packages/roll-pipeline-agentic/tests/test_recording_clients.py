@@ -366,7 +366,7 @@ async def _streamed_by_messages(on: Endpoint) -> Any:
 
 
 @pytest.mark.parametrize("dialect", [_streamed_by_chat, _streamed_by_responses, _streamed_by_messages])
-def test_a_stream_has_reasoning_and_text_before_the_reply_is_complete(tokenizer: Any, dialect: Any) -> None:
+def test_stream_sends_reasoning_and_text_before_the_end(tokenizer: Any, dialect: Any) -> None:
     """Tokens arrive one by one; the tool call, which only its end makes valid, arrives at the end."""
 
     async def main() -> None:

@@ -55,7 +55,7 @@ class TestEndpoint(RecordingConformance):
             await server.close()
 
 
-def test_only_this_machine_reaches_an_endpoint_unless_the_config_has_a_host() -> None:
+def test_endpoint_is_local_unless_the_config_has_a_host() -> None:
     async def main() -> set[str]:
         server = RecordingServer(AgentEndpointConfig().host)
         await server.start()

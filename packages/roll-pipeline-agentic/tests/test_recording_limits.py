@@ -182,7 +182,7 @@ def test_malformed_requests_leave_no_key_in_the_log(tokenizer: Any, caplog: pyte
         [{"role": "user", "content": "a"}, {"role": "tool", "tool_call_id": "1", "content": "b" * 100_000}],
     ],
 )
-def test_a_request_that_cannot_fit_is_refused_before_it_is_rendered(
+def test_request_that_cannot_fit_is_refused_before_rendering(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, messages: list[Any]
 ) -> None:
     rendered = []

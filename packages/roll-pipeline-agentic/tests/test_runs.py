@@ -44,7 +44,7 @@ def test_a_run_trains_and_reports_episodes(runs: AgenticRuns) -> None:
     assert transcript == sample["prompt"] + sample["response"]
 
 
-def test_each_environment_has_its_share_its_limits_and_its_evaluation(runs: AgenticRuns) -> None:
+def test_environments_have_their_share_limits_and_evaluation(runs: AgenticRuns) -> None:
     """Of 4 groups, `num_groups_partition` 3 to 1 gives 3 to one tag. An evaluation has its own tags and group size."""
     guess = {"environment": "guess_number", "env_config": {"high": 9}}
     given = {
@@ -207,7 +207,7 @@ def test_a_named_template_is_made_and_exported(own: AgenticRuns, source: str) ->
     assert exported.convert_tokens_to_ids("<|im_end|>") > 1
 
 
-def test_an_episode_whose_messages_the_template_refuses_fails_alone(own: AgenticRuns) -> None:
+def test_episode_with_refused_messages_fails_alone(own: AgenticRuns) -> None:
     result = own.ok(with_template(own, ALTERNATES))
     failures = [sample["failure"] for sample in own.samples(result) if sample["reward"] is None]
     assert len(own.samples(result)) == 8
@@ -216,7 +216,7 @@ def test_an_episode_whose_messages_the_template_refuses_fails_alone(own: Agentic
     assert own.metrics(result)[0]["env/hints/failures"] == 1
 
 
-def test_a_template_that_renders_no_conversation_is_an_error_before_anything_starts(
+def test_template_without_conversations_fails_before_the_start(
     own: AgenticRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("roll_core.runtime.run.loop.start_roles", None)  # which a call would show

@@ -47,7 +47,7 @@ EQUAL = {"turns_sigma": 0.0, "call_sigma": 0.0, "reply_sigma": 0.0, "slow_share"
 """A reset and 10 turns, each a call of 4 s and a reply of 100 tokens in 0.02 s each: 11 * 4 + 10 * 2 = 64 s."""
 
 
-def test_a_synchronous_step_of_equal_episodes_is_an_episode_and_the_training(sim: Any, tokenizer: Any) -> None:
+def test_synchronous_step_lasts_an_episode_and_the_training(sim: Any, tokenizer: Any) -> None:
     found = simulated(sim, tokenizer, 0.0, 2, **EQUAL)
     assert found["bound_s"] == pytest.approx(64)
     assert found["longest_s"] == pytest.approx(64)
@@ -55,7 +55,7 @@ def test_a_synchronous_step_of_equal_episodes_is_an_episode_and_the_training(sim
     assert found["model_s"] == pytest.approx(64 + 30 + 4)
 
 
-def test_an_asynchronous_step_of_equal_episodes_is_an_episode_and_a_stall(sim: Any, tokenizer: Any) -> None:
+def test_asynchronous_step_lasts_an_episode_and_a_stall(sim: Any, tokenizer: Any) -> None:
     """Environments always have an episode; weights stall at most one reply of each by 4 s."""
     found = simulated(sim, tokenizer, 2.0, 6, **EQUAL)
     assert found["bound_s"] == pytest.approx(64)

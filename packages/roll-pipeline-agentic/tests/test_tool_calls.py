@@ -109,7 +109,7 @@ def test_no_reply_raises(format: str, parts: list[str], opened: bool) -> None:
     begin=st.sampled_from(["", "<think>", "[THINK]", "\n<think>\na</think>\n\n", "<|channel|>final<|message|>"]),
     opened=st.booleans(),
 )
-def test_what_a_stream_shows_is_how_the_reply_begins(format: str, parts: list[str], begin: str, opened: bool) -> None:
+def test_streamed_parts_begin_the_reply(format: str, parts: list[str], begin: str, opened: bool) -> None:
     text = begin + "".join(parts)
     parsed = parse_tool_calls(text, format, reasoning_open=opened)
     whole = SettledParts(parsed.reasoning, parsed.content)

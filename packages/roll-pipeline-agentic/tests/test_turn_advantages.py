@@ -84,7 +84,7 @@ def test_step_reinforce_compares_the_turns_of_its_grouping(groups, options, expe
     assert per_turn(batch, step_reinforce(batch).advantages_T) == pytest.approx(expected, abs=1e-5)
 
 
-def test_agentic_reinforce_discounts_by_gamma_and_counts_the_kl_of_a_turn():
+def test_agentic_reinforce_discounts_by_gamma_with_the_turns_kl():
     # KL 0.1 per token: turn rewards -0.2, 0.9; -0.1, -0.3; gamma 0.5.
     batch = batch_of(TWO, gamma=0.5, kl=lambda u, t: 0.1)
     out = agentic_reinforce(batch)
@@ -92,7 +92,7 @@ def test_agentic_reinforce_discounts_by_gamma_and_counts_the_kl_of_a_turn():
     assert torch.equal(out.returns_T, out.advantages_T)
 
 
-def test_gigpo_adds_the_advantage_of_the_episode_and_of_the_state():
+def test_gigpo_adds_advantages_of_episode_and_state():
     # Episodes 1 and 0: -+0.5. State 1: returns 0.5 and 0: -+0.25. States 2 and 3 occur once.
     batch = batch_of(TWO, options={"step_reward_gamma": 0.5})
     assert per_turn(batch, gigpo(batch).advantages_T) == pytest.approx([0.75, 0.5, -0.75, -0.5])
@@ -128,7 +128,7 @@ def test_turn_gae_by_hand():
     assert per_turn(batch, out.returns_T) == pytest.approx([1.0, 1.0])
 
 
-def test_turn_gae_gives_the_reward_of_a_turn_without_tokens_to_the_turn_before():
+def test_turn_gae_moves_rewards_of_empty_turns_back():
     rollouts = [[(5.0, 1, 0), (0.0, 2, 1), (1.0, 3, 0)], [(2.0, 1, 1)]]
     batch = batch_of(rollouts, values=lambda u, t: 0.0)
     assert per_turn(batch, turn_gae(batch).advantages_T) == [None, 1.0, None, 2.0]

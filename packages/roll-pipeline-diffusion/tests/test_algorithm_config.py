@@ -27,7 +27,7 @@ ALL = [(key, name) for key, registry in REGISTRIES.items() for name in registry]
 
 
 @pytest.mark.parametrize(("key", "name"), ALL)
-def test_the_options_of_every_function_are_its_parameters_with_the_same_defaults(key, name):
+def test_function_options_are_its_parameters_with_their_defaults(key, name):
     """Otherwise a documented default and the one that computes would differ."""
     record = REGISTRIES[key][name]
     function = load_function(record.target)
@@ -190,7 +190,7 @@ def test_a_key_that_the_objective_does_not_read_is_refused(given, key):
     assert places(**given) == [key]
 
 
-def test_functions_of_the_user_are_those_of_the_working_directory(tmp_path, monkeypatch):
+def test_user_functions_are_loaded_from_the_working_directory(tmp_path, monkeypatch):
     for folder in ("installed", "here"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "flow_config_b.py").write_text(f"def where(): return {folder!r}")

@@ -147,7 +147,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_are_identified_by_content_of_configs_and_by_size_and_time_of_weights(tmp_path: Path) -> None:
+def test_config_files_are_identified_by_content_weights_by_stat(tmp_path: Path) -> None:
     folder = tmp_path / "vae"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

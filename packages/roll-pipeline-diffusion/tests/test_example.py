@@ -25,7 +25,7 @@ def rewards(monkeypatch):
     return rewards
 
 
-def test_all_runs_evaluate_the_same_images_by_the_same_rewards():
+def test_runs_evaluate_the_same_images_by_the_same_rewards():
     names = ("pretrain", "refl", "flow_grpo", "nft")
     configs = [load(EXAMPLE / f"{name}.yaml", [], load_registry()).config for name in names]
     assert [each.objective for each in configs] == ["flow_matching", "refl", "flow_grpo", "nft"]

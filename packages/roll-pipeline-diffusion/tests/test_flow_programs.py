@@ -142,7 +142,7 @@ def test_a_sampler_of_the_user_is_imported_and_checked(tmp_path, monkeypatch):
         SamplingProgram(setup=setup("wrong"), window=(0,))(MODULE, flow_batch(TENSORS))
 
 
-def test_random_numbers_differ_by_row_purpose_and_step_and_repeat():
+def test_random_numbers_differ_by_row_purpose_and_step():
     batch = flow_batch(TENSORS)
     values = torch.stack(
         [

@@ -19,7 +19,7 @@ def drawn(text: str, colour: str) -> np.ndarray:
     return np.asarray(image)
 
 
-def test_a_drawn_word_is_read_and_a_wrong_or_missing_one_scores_less():
+def test_rendered_word_is_read_and_wrong_ones_score_less():
     images = np.stack([drawn("Open 42", "white"), drawn("Open 42", "orange"), drawn("Closed", "white")])
     images = np.concatenate([images, np.full((1, 96, 320, 3), 200, np.uint8)])
     config = schemas.ImageTextConfig(reward="image_text")

@@ -259,7 +259,7 @@ def test_gradients_are_equal_with_checkpointed_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_written_model_is_loaded_by_its_class_and_by_the_library(name: str, tmp_path: Path) -> None:
+def test_exported_model_is_loaded_by_its_class_and_the_library(name: str, tmp_path: Path) -> None:
     spec = spec_of(name)
     model = loaded(spec)
     trained = {key: each.detach() + 0.5 for key, each in model.named_parameters()}
@@ -272,7 +272,7 @@ def test_a_written_model_is_loaded_by_its_class_and_by_the_library(name: str, tm
         assert torch.equal(each, theirs.state_dict()[key.removeprefix("transformer.")])
 
 
-def test_equal_seeds_give_equal_weights_in_every_dtype_and_leave_the_random_state() -> None:
+def test_equal_seeds_give_equal_weights_and_keep_random_states() -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     spec = spec_of("SD3Transformer2DModel")
@@ -307,7 +307,7 @@ def test_half_precision_models_have_one_dtype(tmp_path: Path) -> None:
     assert {each.dtype for each in half.parameters()} == {torch.bfloat16}
 
 
-def test_a_written_pipeline_has_new_weights_and_its_other_components(tmp_path: Path) -> None:
+def test_exported_pipeline_has_new_weights_and_other_components(tmp_path: Path) -> None:
     source = save_without_text(wan_pipeline(2), tmp_path / "source")
     (source / "wan.safetensors").write_bytes(b"the old weights in one file")
     before = (source / "transformer_2" / "config.json").read_text()
@@ -353,7 +353,7 @@ def test_a_plan_knows_the_size_of_every_family(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_strategy_trains_every_family_and_exports_it_for_diffusers(name: str, lora: bool, tmp_path: Path) -> None:
+def test_strategy_trains_every_family_and_exports_for_diffusers(name: str, lora: bool, tmp_path: Path) -> None:
     pytest.importorskip("roll_modeling.module_programs")
     from roll_strategy_hf.config import HFTrainConfig
     from roll_strategy_hf.train import HFTrainStrategy
@@ -486,9 +486,7 @@ VAES = {"AutoencoderKL": 2, "AutoencoderKLFlux2": 4, "AutoencoderDC": 2, "Autoen
 
 
 @pytest.mark.parametrize(("name", "factor"), VAES.items())
-def test_images_are_encoded_and_decoded_as_the_pipelines_of_diffusers_do(
-    name: str, factor: int, tmp_path: Path
-) -> None:
+def test_images_are_encoded_and_decoded_as_by_diffusers(name: str, factor: int, tmp_path: Path) -> None:
     vae = tiny_vae(name)
     if name == "AutoencoderKLFlux2":
         vae.bn.running_mean.copy_(torch.linspace(-1, 1, 16))
@@ -583,9 +581,7 @@ def test_prompts_to_pixels_as_the_whole_pipeline_of_diffusers(tmp_path: Path) ->
     assert abs(images.astype(int) - (expected * 255).round().astype(int)).max() <= 1
 
 
-def test_embeddings_are_cached_until_prompt_settings_or_files_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embeddings_are_cached_until_their_inputs_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_sd3(tmp_path / "model")
     loads: list[int] = []
     original = PromptEncoder._load

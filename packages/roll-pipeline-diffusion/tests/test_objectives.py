@@ -102,7 +102,7 @@ CASES = {
 @settings(max_examples=5)
 @given(order=st.permutations(range(5)), cut=st.integers(1, 4))
 @pytest.mark.parametrize("case", CASES)
-def test_loss_gradient_and_metrics_do_not_depend_on_the_split_into_batches(case, order, cut):
+def test_loss_gradient_and_metrics_are_equal_for_any_split(case, order, cut):
     name, options, others = CASES[case]
     setup = flow_setup(reward=red, **others)
     tensors, double = trajectory(setup, flow_tensors(), ModuleDouble(TinyFlowNet(5))), module()
@@ -166,7 +166,7 @@ def test_the_gradient_of_refl_is_that_of_the_unrolled_loop(grad_steps, stop, pre
     assert [grad for _, grad in double.calls] == [at > final - grad_steps for at in range(final + 1)]
 
 
-def test_as_many_gradient_steps_as_steps_are_full_backpropagation():
+def test_gradient_of_every_step_is_full_backpropagation():
     tensors, double = flow_tensors(), module()
     _, _, found = gradients(
         loss_of("refl", flow_setup(reward=red, sampler="ode"), grad_steps=4), double, flow_batch(tensors)
@@ -309,7 +309,7 @@ def constant_step(*, advantage, toward, reduction="mean", rows=1, velocity=0.0, 
     [(1.5, True, True), (1.5, False, False), (-1.5, True, False), (-1.5, False, True)],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_clip_acts_where_the_ratio_has_moved_in_the_advantages_direction(advantage, toward, clipped, reduction):
+def test_clip_acts_on_ratios_that_moved_with_the_advantage(advantage, toward, clipped, reduction):
     """With z the shift in std: log-ratio = 3 z² / 2 toward the sample, -5 z² / 2 away from it, per dimension."""
     setup, batch, z = constant_step(advantage=advantage, toward=toward, reduction=reduction)
     double = ModuleDouble(ConstantNet(0.1))
@@ -346,7 +346,7 @@ def test_guard_removes_the_bias_and_scales_by_std_and_step():
 @pytest.mark.parametrize(
     ("advantage", "toward", "away"), [(1.0, True, True), (1.0, False, False), (-1.0, True, False), (-1.0, False, True)]
 )
-def test_dppo_masks_steps_that_moved_away_by_more_than_its_threshold(advantage, toward, away):
+def test_dppo_masks_steps_beyond_its_threshold(advantage, toward, away):
     setup, batch, z = constant_step(advantage=advantage, toward=toward)
     ratio = exp((1.5 if toward else -2.5) * z**2)
 
@@ -431,7 +431,7 @@ def test_dpo_of_equal_policies_is_log_two():
 
 
 @torch.no_grad()
-def test_dpo_by_its_definition_with_the_same_noise_and_sigma_for_both():
+def test_dpo_equals_its_definition_with_common_noise_and_sigma():
     tensors = flow_tensors()
     found = loss_of("diffusion_dpo", beta=3.0)(module(), flow_batch(tensors))
 
@@ -463,7 +463,7 @@ def test_flow_matching_by_its_definition_ignores_guidance():
     assert found.loss.item() == pytest.approx((v - (eps - tensors["latents"])).square().mean().item(), rel=1e-5)
 
 
-def test_conditioning_dropout_replaces_its_share_of_the_rows_conditioning():
+def test_dropout_replaces_its_share_of_the_conditioning():
     seen = []
 
     class Recording(TinyFlowNet):
@@ -526,7 +526,7 @@ def test_a_missing_tensor_is_named(name, missing):
         loss_of(name, setup)(module(), flow_batch(tensors))
 
 
-def test_an_objective_of_the_user_gets_its_options_and_is_checked(tmp_path, monkeypatch):
+def test_user_objective_gets_its_options_and_is_checked(tmp_path, monkeypatch):
     (tmp_path / "flow_objective_a.py").write_text(
         "from roll_core.spec.train import LossOutput\n"
         "def mine(module, batch, setup, *, scale=1.0):\n"

@@ -24,7 +24,7 @@ def runs(tmp_path, monkeypatch):
     return flow_runs(tmp_path)
 
 
-def test_reward_backpropagation_raises_the_held_out_reward_and_shows_the_images(runs):
+def test_reward_backpropagation_raises_the_held_out_reward(runs):
     result = runs.ok(flow_config(runs, "refl", max_steps=8, eval_steps=8, validation=validated(runs)))
     lines = runs.metrics(result)
     assert lines[-1]["val/score/mean"] > lines[0]["val/score/mean"] + 0.02
@@ -125,7 +125,7 @@ def test_guidance_and_adapters_train(runs):
     assert lines[1]["train/kl_loss"] > 0
 
 
-def test_a_pipeline_with_text_encoders_and_a_vae_is_trained_and_exported(runs):
+def test_pipeline_with_encoders_and_vae_is_trained_and_exported(runs):
     """Prompts by the model's own encoders, gradients through its VAE, and an export that diffusers loads whole."""
     import diffusers
     import torch
@@ -153,7 +153,7 @@ def test_a_pipeline_with_text_encoders_and_a_vae_is_trained_and_exported(runs):
         assert all(torch.equal(one[name], other[name]) for name in one) == same
 
 
-def test_videos_of_two_experts_are_decoded_and_scored_by_frame_and_as_a_whole(runs):
+def test_videos_of_two_experts_are_decoded_and_scored(runs):
     from shared_tests.flow_models import save_without_text, wan_pipeline
 
     save_without_text(wan_pipeline(2), runs.folder / "wan")
@@ -172,7 +172,7 @@ def test_videos_of_two_experts_are_decoded_and_scored_by_frame_and_as_a_whole(ru
     assert (result.run_dir.export / "transformer_2").is_dir()
 
 
-def test_latents_that_are_not_finite_end_the_run_with_their_step_and_images(runs):
+def test_non_finite_latents_end_the_run_with_step_and_images(runs):
     given = flow_config(runs, "flow_grpo", max_steps=3)
     given["actor_train"]["training_args"]["learning_rate"] = 1e30
     result = runs.run(given)
@@ -225,7 +225,7 @@ def test_a_run_that_is_killed_while_it_saves_resumes_bit_for_bit(runs, moment):
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("objective", ["refl", "flow_grpo", "nft"])
-def test_two_ranks_of_fsdp2_equal_one_of_hf_train(runs, monkeypatch, objective):
+def test_ranks_of_fsdp2_equal_hf_train(runs, monkeypatch, objective):
     monkeypatch.setenv("PYTHONPATH", str(runs.folder))
     given = flow_config(runs, objective, max_steps=2, eval_steps=2, validation=validated(runs))
     expected = runs.learnt(runs.ok(given))

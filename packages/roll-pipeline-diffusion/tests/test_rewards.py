@@ -138,7 +138,7 @@ def test_text_is_compared_by_edit_distance(functions: Callable[[str], str]) -> N
         rewards.score(images, ["a sign", "a sign"], [{}, {}])
 
 
-def test_the_default_reader_of_text_names_the_library_that_is_missing(monkeypatch) -> None:
+def test_default_text_reader_names_the_missing_library(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rapidocr" else name)
     (key, problem), *others = schemas.ImageTextConfig(reward="image_text").check_code(None, 60).items()
     assert (key, others) == ("reader", [])
@@ -245,9 +245,7 @@ def batch_of(rewards: DifferentiableRewards, prompts: Sequence[str], rows: Seque
     return ModuleBatch(ids=tuple("ab"), tensors=tensors)
 
 
-def test_a_weighted_sum_has_the_values_of_the_images_and_right_gradients(
-    clip: Path, functions: Callable[[str], str]
-) -> None:
+def test_weighted_sum_has_values_and_gradients_of_the_images(clip: Path, functions: Callable[[str], str]) -> None:
     name = functions("def close(pixels, columns):\n    return -(pixels.mean((1, 2, 3)) - columns['level']) ** 2\n")
     configs: dict[str, RewardConfig] = {
         "bright": schemas.BrightnessConfig(reward="image_brightness", weight=2.0),
@@ -274,7 +272,7 @@ def test_a_weighted_sum_has_the_values_of_the_images_and_right_gradients(
     assert float((gradient * direction).sum()) == pytest.approx(float((above - below) / (2 * step)), rel=0.05, abs=1e-3)
 
 
-def test_a_process_that_gets_rewards_with_every_update_loads_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_loads_rewards_once_for_all_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[str] = []
     monkeypatch.setattr(BrightnessReward, "load", lambda self, device: loads.append(device))
     rewards = ImageRewards({"bright": schemas.BrightnessConfig(reward="image_brightness")})
@@ -311,9 +309,7 @@ def test_a_wrong_differentiable_function_is_named(body: str, functions: Callable
 
 
 @pytest.mark.parametrize("body", ["pixels.mean()", "[1.0, 2.0]"])
-def test_a_wrong_differentiable_function_is_named_in_evaluations_too(
-    body: str, functions: Callable[[str], str]
-) -> None:
+def test_wrong_differentiable_function_is_named_in_evaluations(body: str, functions: Callable[[str], str]) -> None:
     name = functions(f"def f(pixels, columns):\n    return {body}\n")
     config = schemas.ImageFunctionConfig(reward="image_function", function=f"{name}:f", differentiable=True)
     with raises_error(ContractError, "rewards.look", f"{name}:f"):
@@ -371,7 +367,7 @@ def test_a_function_with_a_wrong_result_is_named(body: str, functions: Callable[
         score(config, noise(2, 2, 2, 3))
 
 
-def test_an_evaluation_of_a_differentiable_function_has_the_timeout(functions: Callable[[str], str]) -> None:
+def test_evaluation_of_a_differentiable_function_has_a_timeout(functions: Callable[[str], str]) -> None:
     name = functions("import time\ndef hang(pixels, columns):\n    time.sleep(5)\n")
     config = schemas.ImageFunctionConfig(
         reward="image_function", function=f"{name}:hang", differentiable=True, timeout_s=0.1
@@ -557,7 +553,7 @@ def cut_in_an_error(handler: BaseHTTPRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("broken", [cut_in_a_chunk, cut_in_the_body, no_http, cut_in_an_error])
-def test_a_broken_connection_is_retried_and_fails_only_its_own_images(broken, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_connection_is_retried_and_fails_its_images_only(broken, monkeypatch: pytest.MonkeyPatch) -> None:
     from roll_pipeline_diffusion.rewards import http as module
 
     monkeypatch.setattr(module, "FIRST_DELAY_S", 0.001)

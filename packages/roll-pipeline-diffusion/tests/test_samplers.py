@@ -142,7 +142,7 @@ def test_a_schedule_ends_at_zero_and_shifts_toward_noise():
     assert SigmaSchedule(num_steps=4, shift=3.0).sigmas(()) == pytest.approx((1.0, 0.9, 0.75, 0.5, 0.0))
 
 
-def test_the_dynamic_shift_is_exponential_in_the_number_of_tokens():
+def test_dynamic_shift_is_exponential_in_the_number_of_tokens():
     schedule = SigmaSchedule(num_steps=2, dynamic_shift=DynamicShift())
 
     for shape, mu in (((16, 32, 32), 0.5), ((16, 128, 128), 1.15), ((16, 2, 64, 32), 0.5 + 0.65 * 768 / 3840)):

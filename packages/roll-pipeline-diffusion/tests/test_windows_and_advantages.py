@@ -31,7 +31,7 @@ def test_a_progressive_window_moves_toward_data_and_starts_again():
     assert found == [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3], [3, 4], [3, 4], [0, 1], [0, 1]]
 
 
-def test_a_progressive_window_ends_at_the_end_of_its_range_for_every_stride():
+def test_progressive_window_ends_at_its_range_for_every_stride():
     found = [list(progressive(at, 10, 0, size=2, stride=2, iters_per_group=1, step_range=[1, 6])) for at in range(4)]
 
     assert found == [[1, 2], [3, 4], [4, 5], [1, 2]]
@@ -85,7 +85,7 @@ def test_advantages_are_clamped():
     assert found.tolist() == [-1, 1, -2, 2]
 
 
-def test_rewards_are_summed_with_their_weights_or_normalised_before():
+def test_rewards_are_summed_with_weights_or_normalised_before():
     scores = {"a": REWARDS, "b": torch.tensor([200.0, 100.0, 0.0, 0.0])}
     weights = {"a": 2.0, "b": 0.5}
 

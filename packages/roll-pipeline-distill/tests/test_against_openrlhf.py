@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_forward_kl_is_its_cross_entropy_less_the_teachers_entropy(seed):
+def test_forward_kl_is_cross_entropy_minus_teacher_entropy(seed):
     (root,) = importlib.util.find_spec("openrlhf").submodule_search_locations
     package = sys.modules["openrlhf.models"] = ModuleType("openrlhf.models")
     package.__path__ = [f"{root}/models"]

@@ -73,7 +73,7 @@ def test_divergences_over_all_tokens_are_those_of_gkd(kind, beta):
 
 
 @pytest.mark.parametrize(("kind", "beta"), BETAS)
-def test_comparisons_of_heads_are_those_of_the_distillation_trainer(kind, beta):
+def test_comparisons_of_heads_equal_the_distillation_trainer(kind, beta):
     """`_chunked_divergence_loss`, with a teacher of another hidden size, biases, a scale and a softcap."""
     trl = pytest.importorskip("trl.trainer.distillation_trainer")
     generator = torch.Generator().manual_seed(1)

@@ -128,7 +128,7 @@ def loaded(tmp_path, registry):
         ({"whiten_advantages": True}, "whiten_advantages"),
     ],
 )
-def test_a_combination_that_trains_nothing_or_something_else_is_refused(loaded, keys, located):
+def test_combinations_that_train_nothing_are_refused(loaded, keys, located):
     with pytest.raises(ConfigError) as caught:
         loaded(**keys)
     assert any(located in f"{problem.key} {problem.message}" for problem in caught.value.problems)
@@ -226,7 +226,7 @@ def test_the_teachers_engine_has_the_teachers_model(loaded):
     assert config.teacher_infer.model_args.model_name_or_path == "/models/teacher"
 
 
-def test_the_engine_of_a_served_teacher_is_not_checked_with_the_students_model(loaded):
+def test_served_teachers_engine_is_checked_with_its_own_model(loaded):
     """vLLM refuses expert parallelism for a dense model."""
     experts = {"random_init": {"model_type": "qwen3_moe", "num_experts": 8}}
     strategy = {"strategy_name": "vllm", "strategy_config": {"enable_expert_parallel": True}}
@@ -238,7 +238,7 @@ def test_the_engine_of_a_served_teacher_is_not_checked_with_the_students_model(l
     assert [each.key for each in caught.value.problems] == ["actor_infer.strategy_args.strategy_config"]
 
 
-def test_a_served_teacher_needs_room_for_one_token_after_the_longest_sequence(loaded):
+def test_served_teacher_needs_room_for_one_more_token(loaded):
     """Engines sample at least one token of each request; the student's engine stops at the last one."""
 
     def given(limit):
@@ -255,7 +255,7 @@ def test_a_served_teacher_needs_room_for_one_token_after_the_longest_sequence(lo
 
 
 @pytest.mark.parametrize("keys", [SERVED | TOPK | DATASET, FROM_TEACHER | {"teachers": {}}], ids=["served", "samples"])
-def test_an_engine_that_keeps_its_weights_needs_no_transport_and_cannot_offload(loaded, keys):
+def test_engine_with_fixed_weights_needs_no_transport(loaded, keys):
     """DeepSpeed sends no weights within one process; no weights are sent to a teacher."""
     trained = ON_MEGATRON["actor_train"] | {"strategy_args": {"strategy_name": "deepspeed_train"}}
     engine = ENGINE | ROLE

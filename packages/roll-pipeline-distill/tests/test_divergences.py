@@ -62,7 +62,7 @@ def test_divergences_have_deterministic_kernels_on_cuda(kind):
     assert student.grad.isfinite().all()
 
 
-def test_the_adaptive_kl_weighs_both_directions_by_the_gaps_of_head_and_tail():
+def test_adaptive_kl_weighs_directions_by_gaps_of_head_and_tail():
     # The head up to 0.5 is the first id alone: gap 0.2. The others have gaps 0.3 and 0.1.
     teacher, student = [0.6, 0.3, 0.1], [0.8, 0.0001, 0.1999]
     forward, reverse = (
@@ -145,7 +145,7 @@ def test_values_and_gradients_equal_those_of_loops(kind, tail):
 
 
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS), k=st.integers(1, 12), scale=st.floats(0.1, 8))
-def test_with_a_bucket_divergences_bound_the_whole_vocabulary_from_below(seed, kind, k, scale):
+def test_bucket_divergences_bound_the_vocabulary_from_below(seed, kind, k, scale):
     generator = torch.Generator().manual_seed(seed)
     teacher, student = (torch.randn(2, 3, 12, generator=generator, dtype=torch.float64) * scale).log_softmax(-1)
     some = divergence(with_tail(teacher[:, :k], "bucket", 1e-12), with_tail(student[:, :k], "bucket", 1e-12), kind)
@@ -190,7 +190,7 @@ def test_advantages_of_sampled_tokens_by_hand():
     assert advantages(clip=0.75) == [0, -0.5, 0.75, 0, -0.75]
 
 
-def test_sampled_losses_have_the_gradient_of_the_reverse_kl_in_expectation():
+def test_sampled_losses_have_the_reverse_kl_gradient():
     """Exactly, over all tokens: the sum of Q(y) times the gradient of the loss of y is the gradient of KL(Q || P)."""
     generator = torch.Generator().manual_seed(1)
     teacher = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
@@ -211,7 +211,7 @@ def test_sampled_losses_have_the_gradient_of_the_reverse_kl_in_expectation():
     torch.testing.assert_close(of_k1, torch.zeros(7, dtype=torch.float64))
 
 
-def test_samples_of_the_teacher_have_the_value_and_gradient_of_the_forward_kl_in_expectation():
+def test_teacher_samples_have_the_forward_kl_and_its_gradient():
     """Exactly, over all tokens: P(y) times the loss of y. By hand for one: log 0.5 - log 0.25."""
     generator = torch.Generator().manual_seed(1)
     teacher = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
@@ -267,7 +267,7 @@ def loss_of(term, micros, table, **more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_term_is_a_weighted_mean_over_tokens_however_the_batch_is_split(kind):
+def test_term_is_a_weighted_token_mean_for_any_split(kind):
     batch = batch_of(0, [5, 4, 2, 7, 3])
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(2))
     term = DistillationTerm(kind=kind, overlap=3)
@@ -298,7 +298,7 @@ def test_the_overlap_counts_equal_ids_by_hand():
     assert overlap(ids, ids.flip(1)).tolist() == [1.0, 1.0]
 
 
-def test_clipped_tokens_have_no_gradient_and_the_metric_is_unclipped():
+def test_clipped_tokens_have_no_gradient_and_a_full_metric():
     batch = batch_of(0, [6])
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(2)) * 4
     free, low = (loss_of(DistillationTerm(clip=clip), pack(batch), table) for clip in (None, 1e-3))

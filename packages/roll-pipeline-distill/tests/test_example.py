@@ -20,7 +20,7 @@ def configs(tmp_path_factory):
         return {name: load(EXAMPLE / f"{name}.yaml", [], registry).config for name in names}
 
 
-def test_both_runs_learn_from_the_whole_distribution_of_the_same_teacher(configs):
+def test_both_runs_learn_from_the_teachers_distribution(configs):
     on_policy, off_policy = configs["on_policy"], configs["off_policy"]
     teacher = "output/quickstart-grpo/latest/export"
     assert on_policy.teachers["main"].model_args.model_name_or_path == teacher
@@ -32,7 +32,7 @@ def test_both_runs_learn_from_the_whole_distribution_of_the_same_teacher(configs
     assert {key for key in dumps[0] if dumps[0][key] != dumps[1][key]} == different
 
 
-def test_the_student_is_smaller_than_the_quick_starts_model_and_has_its_tokenizer(configs):
+def test_student_is_smaller_than_the_quick_starts_model(configs):
     student = configs["student"]
     quickstart = load(EXAMPLE.parent / "quickstart" / "sft.yaml", [], load_registry()).config
     small, large = (each.sft_train.model_args.random_init for each in (student, quickstart))

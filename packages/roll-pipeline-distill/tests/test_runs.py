@@ -315,7 +315,7 @@ def test_a_missing_prompt_of_the_teacher_is_named(local_runs):
     assert mentions(str(error), "train.jsonl row 1", "hint")
 
 
-def test_a_teacher_with_the_same_prompt_as_the_student_has_no_divergence(local_runs):
+def test_teacher_with_the_students_prompt_has_no_divergence(local_runs):
     """The outputs for the teacher's prompt are moved to the student's positions."""
     add_columns(local_runs, lambda row: {"hint": row["prompt"]})
     recipe = {"self_teacher": "policy", "teacher_prompt": "hint", "kd_support": "teacher_topk", "logits_topk": 4}
@@ -332,7 +332,7 @@ def test_rewards_are_reported_without_a_weight(local_runs):
     assert lines[0]["actor/grad_norm"] == plain[0]["actor/grad_norm"]
 
 
-def test_what_does_not_fit_together_ends_the_run_before_a_model_is_built(local_runs, tmp_path):
+def test_mismatches_end_the_run_before_a_model_is_built(local_runs, tmp_path):
     def refused(config, *facts):
         result = local_runs.run(config)
         assert isinstance(result.error, ConfigError)
@@ -351,7 +351,7 @@ def test_what_does_not_fit_together_ends_the_run_before_a_model_is_built(local_r
     refused(taught_by(config, path), "teachers.main.model_args", VOCABULARY)
 
 
-def test_a_teacher_without_a_tokenizer_is_compared_by_its_vocabulary_size(local_runs):
+def test_teacher_without_tokenizer_is_compared_by_size(local_runs):
     stored = local_runs.ok(local_runs.sft(max_steps=1, exp_name="stored")).run_dir.export
     for file in stored.glob("*token*"):
         file.unlink()

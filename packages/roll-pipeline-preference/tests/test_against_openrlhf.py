@@ -90,7 +90,7 @@ def test_kto_is_openrlhfs(theirs, batch, monkeypatch, shift):
     same(batch, kto(ratios_S, torch.arange(2 * PAIRS) < PAIRS, max(shift, 0.0), params).mean(), loss)
 
 
-def test_its_kto_of_pairs_takes_the_kl_from_the_other_responses_of_the_microbatch(theirs, batch):
+def test_kto_of_pairs_takes_the_kl_from_other_responses(theirs, batch):
     """Values are equal with that KL; its gradient there also flows through the KL."""
     loss, *_ = theirs.VanillaKTOLoss(beta=0.3)(*batch.policy, *batch.reference)
     params = PreferenceParams(beta=0.3)

@@ -109,7 +109,7 @@ def test_a_config_is_accepted(text, overrides):
         (DPO, ["actor_infer={strategy_args: {strategy_name: hf_infer}}"]),
     ],
 )
-def test_what_would_have_no_effect_or_no_meaning_is_refused(text, overrides):
+def test_keys_without_effect_or_meaning_are_refused(text, overrides):
     with pytest.raises(ConfigError):
         loaded(text, *overrides)
 
@@ -121,7 +121,7 @@ rewards: {math: {reward: math_rule, ground_truth: chosen}}
 """
 
 
-def test_an_engine_for_evaluation_needs_a_transport_from_the_policy():
+def test_engine_for_evaluation_needs_a_transport():
     with pytest.raises(ConfigError) as raised:
         loaded(DPO + EVALUATION, "weight_transport=disk")
     assert [(each.key, each.code) for each in raised.value.problems] == [("weight_transport", "ROLL-C030")]

@@ -72,7 +72,7 @@ HISTORY = [user("hi"), assistant("hello"), user("bye")]
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_chats_without_a_chat_template_are_refused_wherever_they_are(load, order):
+def test_chats_without_a_chat_template_are_refused(load, order):
     rows = [PAIR, {"prompt": "bye", "chosen": [*HISTORY, assistant("ciao")], "rejected": [*HISTORY, assistant("go")]}]
     with pytest.raises(DataError):
         pairs(load(rows[::order]))
@@ -88,7 +88,7 @@ def test_chats_without_a_chat_template_are_refused_wherever_they_are(load, order
     ],
     ids=["implicit prompt", "text beside", "chat prompt", "text responses"],
 )
-def test_the_prompt_of_chats_is_what_both_share_and_earlier_turns_are_not_learnt(load, row):
+def test_prompt_of_chats_is_their_common_part_and_not_trained(load, row):
     loaded = load([row], template="chatml")
     (chosen, rejected), _ = pairs(loaded)
     prompt = (
@@ -226,7 +226,7 @@ def test_a_mismatched_response_is_the_next_one_to_another_prompt(load):
     ]
 
 
-def test_one_prompt_alone_has_no_mismatched_responses():
+def test_single_prompt_has_no_mismatched_responses():
     mask = np.array([False, True])
     rows = [TrainSequence(id=str(i), tokens=np.array([1, i]), loss_mask=mask) for i in range(3)]
     with raises_error(DataError, "pairs.jsonl row 1"):

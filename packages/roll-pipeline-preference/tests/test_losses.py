@@ -275,7 +275,7 @@ def test_a_loss_equals_the_loop_over_tokens(name):
             np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-6)
 
 
-def test_the_sft_term_has_the_chosen_tokens_of_the_step_as_denominator():
+def test_sft_term_is_divided_by_the_steps_chosen_tokens():
     sequences, logprobs = step(1, 6)
     terms = {"preference": PreferenceTerm(losses={"sigmoid": 0.5, "hinge": 2.0}), "sft": CrossEntropy(stream=CHOSEN)}
     objective = Objective(terms=terms, coefs={"sft": 0.5})
@@ -313,7 +313,7 @@ def test_labelled_metrics_are_means_over_their_own_label():
     assert metrics["rewards/margins"] == pytest.approx(0.3 * (np.mean(good) - np.mean(bad)), rel=1e-5)
 
 
-def test_length_desensitisation_weighs_tokens_beyond_the_shorter_response():
+def test_desensitisation_weighs_tokens_beyond_the_shorter_reply():
     sequences, logprobs = step(4, 2)
     sequences = [replace(each, loss_mask=np.arange(len(each)) > 0) for each in sequences]
     counts = [len(each) - 1 for each in sequences]
@@ -328,7 +328,7 @@ def test_length_desensitisation_weighs_tokens_beyond_the_shorter_response():
     assert loss == pytest.approx(math.log(1 + math.exp(-delta)), rel=1e-5)
 
 
-def test_wpo_weighs_a_pair_by_its_probability_beside_the_argmax_tokens():
+def test_wpo_weighs_a_pair_by_its_probability_beside_argmax():
     sequences, logprobs = step(5, 4)
     loss, _, _ = shares(PreferenceTerm(use_weighting=True), sequences, logprobs)  # argmax tokens have -0.005
     expected = 0.0
@@ -369,7 +369,7 @@ OBJECTIVES = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 5), most=st.sampled_from([1, 2, 3, 4]))
 @settings(max_examples=5, deadline=None)
-def test_neither_loss_nor_gradient_nor_metrics_depend_on_the_split(name, seed, count, most):
+def test_loss_gradient_and_metrics_are_equal_for_any_split(name, seed, count, most):
     sequences, logprobs = step(seed, 2 * count, labelled=name == "kto")
     objective = pickle.loads(pickle.dumps(OBJECTIVES[name]))
     whole, apart = shares(objective, sequences, logprobs), shares(objective, sequences, logprobs, most)

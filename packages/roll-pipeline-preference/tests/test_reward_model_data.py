@@ -32,7 +32,7 @@ def test_no_problem_is_in_two_files(data):
     assert problems[2] == {row["prompt"] for row in data["val_pairs"]}
 
 
-def test_training_rows_have_no_answer_and_the_tag_of_the_reward_model(data):
+def test_training_rows_have_the_reward_models_tag_and_no_answer(data):
     assert {tuple(row) for row in data["train"]} == {("id", "prompt", "tag")}
     assert {row["tag"] for row in data["train"]} == {"preference"}
     assert {row["tag"] for row in data["val"]} == {"sorting"}

@@ -37,7 +37,7 @@ def test_dpo_begins_at_log_2_and_separates_held_out_pairs(local_runs):
     assert {"train/rewards/chosen", "train/logps/rejected", "train/chosen_nll", "train/grad_norm"} <= lines[1].keys()
 
 
-def test_a_wrong_row_that_check_does_not_read_ends_the_run_before_a_model_is_built(local_runs, monkeypatch):
+def test_wrong_row_ends_the_run_before_a_model_is_built(local_runs, monkeypatch):
     rows = [json.dumps({"prompt": f"{at}>", "chosen": "1", "rejected": "2"}) for at in range(120)]
     wrong = json.dumps({"prompt": "1>", "chosen": "1", "rejected": ""})
     (local_runs.folder / "train.pairs.jsonl").write_text("\n".join([*rows, wrong]), encoding="utf-8")
@@ -49,7 +49,7 @@ def test_a_wrong_row_that_check_does_not_read_ends_the_run_before_a_model_is_bui
 
 
 @pytest.mark.slow
-def test_each_kind_of_reference_gives_the_same_run(local_runs):
+def test_every_kind_of_reference_gives_the_same_run(local_runs):
     role = local_runs.ok(local_runs.preference(exp_name="role", reference=REFERENCE))
     cached = local_runs.ok(local_runs.preference(exp_name="cached", precompute_ref_log_probs=True))
     again = local_runs.ok(local_runs.preference(exp_name="again", precompute_ref_log_probs=True))
@@ -118,7 +118,7 @@ def test_a_damaged_cache_of_reference_logprobs_is_written_again(local_runs, dama
         ([], [0, 1], [0, 1], 2),  # truncated
     ],
 )
-def test_cached_reference_logprobs_are_of_one_model_and_of_the_rows_tokens(local_runs, overrides, tokens, mask, passes):
+def test_cached_references_are_of_one_model_and_the_rows_tokens(local_runs, overrides, tokens, mask, passes):
     path = local_runs.folder / "cache.yaml"
     path.write_text(yaml.safe_dump(local_runs.preference(precompute_ref_log_probs=True)), encoding="utf-8")
     model = Model()
@@ -194,7 +194,7 @@ def test_a_language_model_becomes_a_reward_model(local_runs):
 
 
 @pytest.mark.slow
-def test_responses_are_generated_and_scored_where_the_run_has_an_engine(local_runs):
+def test_responses_are_generated_and_scored_with_an_engine(local_runs):
     config = local_runs.preference(
         "dpo",
         precompute_ref_log_probs=True,
@@ -215,7 +215,7 @@ def test_responses_are_generated_and_scored_where_the_run_has_an_engine(local_ru
     ("pipeline", "given"),
     [("dpo", {"reference": REFERENCE}), ("dpo", {"loss_type": "kto", "reference": REFERENCE}), ("reward_model", {})],
 )
-def test_two_ranks_on_ray_equal_one(local_runs, pipeline, given):
+def test_ranks_on_ray_equal_one(local_runs, pipeline, given):
     config = local_runs.preference(pipeline, **given)
     expected = local_runs.learnt(local_runs.ok(config))
     found = local_runs.learnt(local_runs.ok(local_runs.on_ranks(config, "hf", 2, replicas=2)))

@@ -55,7 +55,7 @@ def only(results: Iterator[CheckResult]) -> CheckResult:
         (12020, "", "warning"),
     ],
 )
-def test_an_older_driver_is_an_error_by_major_and_a_warning_by_minor_version(
+def test_older_driver_is_an_error_by_major_warning_by_minor(
     host: Host, monkeypatch: pytest.MonkeyPatch, driver: int, torch: str, level: str
 ) -> None:
     host("H100", cuda=driver)
@@ -65,9 +65,7 @@ def test_an_older_driver_is_an_error_by_major_and_a_warning_by_minor_version(
     assert ("newer driver" in found.remedy) is (level != "ok")
 
 
-def test_a_torch_for_an_old_cuda_is_a_warning_beside_a_driver_that_runs_it(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_for_an_old_cuda_is_a_warning_with_a_good_driver(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host("H100", cuda=12080)
     built_for("11.8", monkeypatch)
     driver, torch = checks.driver(HERE)
@@ -98,7 +96,7 @@ def toolkit(folder: Path, script: str) -> Path:
 @pytest.mark.parametrize(
     ("version", "level"), [("12.8", "ok"), ("12.4", "warning"), ("11.8", "error"), ("13.0", "error")]
 )
-def test_another_toolkit_is_an_error_by_major_and_a_warning_by_minor_version(
+def test_other_toolkit_is_an_error_by_major_warning_by_minor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, level: str
 ) -> None:
     home = toolkit(tmp_path, f"cat <<'END'\n{NVCC.format(version=version)}END")
@@ -210,7 +208,7 @@ def test_kernels_are_compiled_for_the_devices_that_are_here(
         ("12.2", "warning"),
     ],
 )
-def test_kernels_for_an_older_minor_version_run_and_those_for_one_device_do_not(
+def test_kernels_run_for_older_minor_versions_not_for_one_device(
     host: Host, monkeypatch: pytest.MonkeyPatch, value: str, level: str
 ) -> None:
     """The compatibility that NVIDIA's CUDA programming guide states, for a device of 12.1."""

@@ -46,7 +46,7 @@ def test_a_host_without_a_driver_says_what_nvml_says(monkeypatch: pytest.MonkeyP
     assert CudaPlatform().device_count() == 0
 
 
-def test_a_driver_whose_library_was_updated_under_it_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_library_mismatch_is_the_probes_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def mismatch() -> None:
         raise pynvml.NVMLError_LibRmVersionMismatch
 
@@ -149,7 +149,7 @@ def test_fp8_needs_ada_and_is_no_dtype_of_models(host: Host) -> None:
     assert CudaPlatform().supports("fp8") == ""
 
 
-def test_one_old_device_among_new_ones_counts(host: Host) -> None:
+def test_old_device_among_new_ones_counts(host: Host) -> None:
     host("A100", "V100")
     assert "V100" in CudaPlatform().supports("bf16")
 
@@ -188,7 +188,7 @@ def test_trainers_get_expandable_segments_and_engines_do_not() -> None:
     assert variables("generate")["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
 
 
-def test_the_users_options_of_the_allocator_are_kept_under_their_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_allocator_options_keep_their_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch ignores this name if PYTORCH_CUDA_ALLOC_CONF is set."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in variables("train").keys() | variables("score").keys()

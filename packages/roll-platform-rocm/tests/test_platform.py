@@ -162,7 +162,7 @@ def test_memory_that_nobody_counts_is_an_error_and_no_zero(host: Host, tmp_path:
         RocmPlatform().memory(0)
 
 
-def test_garbage_in_the_place_of_the_kernels_files_is_no_traceback(host: Host, tmp_path: Path) -> None:
+def test_garbage_in_kernel_files_is_no_device(host: Host, tmp_path: Path) -> None:
     host(MI300X)
     node = tmp_path / "class" / "kfd" / "kfd" / "topology" / "nodes" / "2" / "properties"
     node.write_bytes(b"\xff\xfe simd_count x\nsimd_count\n\n1 2 3\n")

@@ -112,7 +112,7 @@ def test_tensors_of_the_host_are_refused(rank, port):
 
 
 @on_devices(NUM_RANKS)
-def test_two_ranks_on_one_device_are_refused(rank, port):
+def test_ranks_on_one_device_are_refused(rank, port):
     join(rank, port, device=1)
     with pytest.raises(RuntimeError, match="Duplicate device"):
         dist.all_reduce(torch.ones(1, device="sim"))

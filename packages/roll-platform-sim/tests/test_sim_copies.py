@@ -13,7 +13,7 @@ GARBAGE = 0xCB
 
 
 @on_devices()
-def test_late_copies_to_the_host_hold_garbage_until_the_host_waits():
+def test_late_copies_to_the_host_hold_garbage_until_the_wait():
     device = torch.arange(8, dtype=torch.uint8, device="sim:1")
     host = torch.zeros(8, dtype=torch.uint8, pin_memory=True)
     host.copy_(device, non_blocking=True)

@@ -28,7 +28,7 @@ def test_without_the_variable_there_are_no_devices():
         SimPlatform().memory(0)
 
 
-def test_it_is_never_selected_by_default():
+def test_simulated_platform_is_never_the_default():
     (provider,) = roll_platforms()
     assert provider.priority < 0  # the host's cores have 0, and are always found
 
@@ -94,7 +94,7 @@ def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
     assert "/no/compiler" in probe.why
 
 
-def test_failed_compilations_are_logged_and_reported_by_the_probe(tmp_path):
+def test_failed_compilations_are_logged_and_reported(tmp_path):
     program = (
         "import torch; from roll_platform_sim.platform import SimPlatform;"
         "print(SimPlatform().device_count(), SimPlatform().probe().why)"

@@ -217,7 +217,7 @@ def scored(reward, requesting):
 
 
 @NEEDS_ISOLATION
-def test_soft_is_the_share_of_passed_tests_and_hard_is_all_of_them(scored):
+def test_soft_is_the_share_of_passed_tests_and_hard_needs_all(scored):
     tests = [{"input": str(n), "output": str(n * n)} for n in range(1, 5)]  # n * n == 2 n for 2 alone of these
     soft = scored("print(2 * int(input()))", tests, reward_type="soft")
     assert (soft.value, soft.detail["passed"]) == (0.25, 0.25)
@@ -313,7 +313,7 @@ def test_check_finds_malformed_tests_before_a_run(tests):
     assert set(both.check_row({"test_cases": tests})) == {"components.right.test_cases"}
 
 
-def test_a_limit_of_memory_below_that_of_an_interpreter_is_refused():
+def test_memory_limit_below_an_interpreter_is_refused():
     with pytest.raises(ValidationError) as caught:
         CodeConfig(reward="code", memory_limit_mb=1)
     assert [each["loc"] for each in caught.value.errors()] == [("memory_limit_mb",)]
@@ -347,7 +347,7 @@ def test_time_runs_out_as_a_failure_only_if_no_test_failed(scored):
 
 
 @pytest.mark.parametrize("command", [["/no/such/docker"], ["false"], ["echo", "no daemon"]])
-def test_a_command_that_starts_no_interpreter_is_an_error_before_a_program_is_scored(reward, command):
+def test_command_without_interpreter_fails_before_scoring(reward, command):
     with pytest.raises(ConfigError) as caught:
         reward(CodeReward, CodeConfig, "code", sandbox_command=command)
     assert [(each.key, each.code) for each in caught.value.problems] == [("sandbox_command", "ROLL-C041")]

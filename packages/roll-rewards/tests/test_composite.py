@@ -17,7 +17,7 @@ def composite(reward, **components):
     return reward(CompositeReward, CompositeConfig, "composite", components=components)
 
 
-def test_the_value_is_the_weighted_sum_and_the_detail_has_the_components(reward, requesting):
+def test_value_is_the_weighted_sum_and_detail_has_the_parts(reward, requesting):
     made = composite(
         reward,
         right={"reward": "exact_match", "weight": 2.0},
@@ -62,7 +62,7 @@ def test_programs_and_rewards_of_the_core_are_components(reward, requesting, tmp
     assert found.value == pytest.approx(2 + len(text) / 1000)
 
 
-def test_each_component_has_a_class():
+def test_components_have_their_classes():
     union = CompositeConfig.model_json_schema()["properties"]["components"]["additionalProperties"]
     assert set(union["discriminator"]["mapping"]) == set(CLASSES)
 

@@ -358,7 +358,7 @@ def kernel_without(tmp_path, monkeypatch):
 
 
 @NEEDS_ISOLATION
-def test_without_namespaces_programs_are_isolated_but_cannot_write(kernel_without):
+def test_programs_without_namespaces_cannot_write_files(kernel_without):
     boxes = kernel_without("if LIBC.unshare(", "if True or LIBC.unshare(")
     assert sandbox.probe.__wrapped__() == ""
     found = boxes.layers()
@@ -469,7 +469,7 @@ def test_a_command_isolates_instead(reward, requesting, container):
         assert code.score(requesting("```\nsolve = print\n```", test_cases=tests)).value == 0.0
 
 
-def test_programs_of_a_command_have_their_limits_and_its_isolation(container):
+def test_programs_of_a_command_have_its_isolation_and_limits(container):
     words, isolates = container
     boxes = sandbox.Sandbox(sandbox.Limits(output_kb=64), command=words)
     assert boxes.run("print(input())", "in").stdout == b"in\n"
@@ -509,7 +509,7 @@ def test_a_container_ends_with_its_program_or_its_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tests", [STDIN, CALLS, ASSERTS])
 @pytest.mark.parametrize("breaks", ["exit 125", "echo no daemon; exit 125", "echo no daemon >&2; exit 0", "cat"])
-def test_a_command_that_breaks_during_a_run_is_a_failure_and_no_score(reward, requesting, tmp_path, breaks, tests):
+def test_command_that_breaks_is_a_failure_without_a_score(reward, requesting, tmp_path, breaks, tests):
     """A container whose daemon is gone."""
     program = tmp_path / "container"
     program.write_text(f'#!/bin/sh\nif [ -e {tmp_path}/broken ]; then {breaks}; else exec {sys.executable} "$@"; fi\n')

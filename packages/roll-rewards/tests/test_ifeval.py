@@ -63,7 +63,7 @@ def test_instructions_are_verified(name, options, right, wrong):
     assert not follows(" \n", name, options)
 
 
-def test_each_instruction_has_a_case():
+def test_every_instruction_has_a_case():
     assert {case[0] for case in CASES} == set(ifeval.CHECKS) - {"language:response_language"}
     assert {id for id, _ in ifeval.RLVR.values()} <= set(ifeval.CHECKS)
 
@@ -77,7 +77,7 @@ def scored(reward, requesting):
     return score
 
 
-def test_all_instructions_or_their_share_count(scored):
+def test_instructions_count_together_or_by_share(scored):
     row = {
         "instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase", "startend:quotation"],
         "kwargs": [{}, None, {"end_phrase": None}],

@@ -155,7 +155,7 @@ def test_a_reply_of_a_program_that_did_not_run_is_a_failure(service, reward, req
         code.score(requesting("```python\nprint(987654)\n```", test_cases=STDIN))
 
 
-def test_a_service_that_does_not_run_programs_is_an_error_before_a_program_is_scored(service, reward):
+def test_service_that_runs_no_programs_fails_before_scoring(service, reward):
     service.reply = lambda _: 500
     for url in (service.url + "?other", "http://127.0.0.1:1/run_code"):
         with pytest.raises(ConfigError) as caught:
@@ -174,7 +174,7 @@ def test_test_code_is_refused(scored):
 
 @pytest.mark.engine("sandbox_fusion")
 @pytest.mark.parametrize(("program", "expected"), [("print(sum(map(int, input().split())))", 1.0), ("1 / 0", 0.0)])
-def test_requests_and_replies_have_the_fields_of_sandbox_fusions_client(scored, service, program, expected):
+def test_requests_and_replies_have_sandbox_fusions_fields(scored, service, program, expected):
     """The official client reads the stand-in's replies, and its models accept our requests."""
     import sandbox_fusion
     from sandbox_fusion import models

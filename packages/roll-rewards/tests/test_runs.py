@@ -61,7 +61,7 @@ def test_a_run_with_code_alone_scores_every_sample(runs):
     assert metrics["score/mean"] == 0.0
 
 
-def test_a_function_that_cannot_be_imported_is_a_mistake_of_the_config_and_not_of_a_package(runs):
+def test_function_that_cannot_be_imported_is_a_config_mistake(runs):
     result = runs.run(runs.rlvr(rewards={"missing": {"reward": "function", "function": "no_such_module:score"}}))
     assert isinstance(result.error, ConfigError)
     assert mentions(str(result.error), "ROLL-C041", "function", "no_such_module:score")
@@ -142,7 +142,7 @@ def test_check_reports_rows_with_malformed_tests_at_the_column(runs):
     assert "malformed.jsonl row 2" in caught.value.problems[0].message
 
 
-def test_every_reward_is_listed_and_is_a_component_but_the_combination():
+def test_every_reward_but_the_combination_is_a_component():
     registry = load_registry()
     names = {
         each

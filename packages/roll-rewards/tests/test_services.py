@@ -147,7 +147,7 @@ def test_a_reply_that_arrives_byte_by_byte_is_a_failure(start, scheme):
         assert time.monotonic() - begun < 2.5
 
 
-def test_an_unreachable_endpoint_and_a_column_that_is_not_json_are_failures(server, reward, requesting):
+def test_unreachable_endpoint_and_wrong_json_are_failures(server, reward, requesting):
     with pytest.raises(RewardFailure):
         reward(HttpReward, HttpConfig, "http", url="http://127.0.0.1:1/").score(requesting("x"))
     url, received = server({"value": 1})

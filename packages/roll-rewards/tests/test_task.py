@@ -26,7 +26,7 @@ def environment(**options):
 
 
 @NEEDS_ISOLATION
-def test_an_episode_of_programs_ends_with_full_marks_and_tells_why_before():
+def test_episode_of_programs_ends_with_full_marks():
     episode = environment(reward={"reward": "code", "reward_type": "soft", "weight": 2.0}, max_attempts=3)
     assert episode.reset(TASK, 0).messages == [{"role": "user", "content": "Double a number."}]
     first = episode.step(Reply(text="```\nprint(int(input()) ** 2)\n```"))

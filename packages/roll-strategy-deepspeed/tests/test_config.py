@@ -73,13 +73,13 @@ def test_the_file_has_every_key():
     check(DeepSpeedConfig, FILE)
 
 
-def test_what_a_file_says_of_zero_reaches_deepspeed():
+def test_zero_keys_of_a_file_reach_deepspeed():
     zero = given(**FILE)["zero_optimization"]
     assert zero == FILE["zero_optimization"]
     assert all(type(each) is not float for each in zero.values())
 
 
-def test_what_is_auto_or_not_said_is_left_to_deepspeed():
+def test_auto_and_missing_keys_are_left_to_deepspeed():
     keys = {key: "auto" for key, each in FILE["zero_optimization"].items() if isinstance(each, float | int)}
     keys = {key: each for key, each in keys.items() if key.endswith(("size", "parameters", "distance", "threshold"))}
     assert len(keys) == 7
@@ -128,7 +128,7 @@ def test_the_pipelines_norm_is_the_one_that_clips():
         ({"wall_clock_breakdown": True}, ("wall_clock_breakdown",)),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(keys, facts):
+def test_unsupported_keys_are_refused(keys, facts):
     with raises_error(ValidationError, *facts):
         DeepSpeedConfig.model_validate(keys)
 

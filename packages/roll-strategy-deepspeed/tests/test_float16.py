@@ -70,7 +70,7 @@ def test_steps_on_two_ranks_stay_near_the_reference(half, ranks_in_float16, stag
 
 
 @STAGES
-def test_a_step_that_overflows_changes_nothing_and_lowers_the_scale(half, ranks_in_float16, stage):
+def test_overflowing_step_changes_nothing_and_lowers_the_scale(half, ranks_in_float16, stage):
     told = ranks_in_float16(step_and_tell, half(stage, initial_scale_power=24, hysteresis=1), [STEP] * 18)[0]
     overflows = list(takewhile(lambda each: each.stats.overflow, told))
     assert 5 < len(overflows) < 18
@@ -83,7 +83,7 @@ def test_a_step_that_overflows_changes_nothing_and_lowers_the_scale(half, ranks_
     assert told[len(overflows)].moved > 0.0
 
 
-def test_hysteresis_takes_so_many_overflows_before_the_scale_falls(half, ranks_in_float16):
+def test_hysteresis_counts_overflows_before_the_scale_falls(half, ranks_in_float16):
     told = ranks_in_float16(step_and_tell, half(2, initial_scale_power=30, hysteresis=3), [STEP] * 3)[0]
     assert [each.scale["cur_scale"] for each in told] == [2.0**30, 2.0**30, 2.0**29]
 

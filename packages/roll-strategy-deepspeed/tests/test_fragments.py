@@ -49,7 +49,7 @@ def strategy_config(path, *overrides: str) -> DeepSpeedConfig:
     return DeepSpeedConfig.model_validate(role.strategy_args.strategy_config)
 
 
-def test_each_fragment_is_for_a_stage():
+def test_every_fragment_is_for_a_stage():
     assert FRAGMENTS.keys() == STAGES.keys()
 
 
@@ -69,7 +69,7 @@ def test_a_fragment_gives_a_role_its_stage(write, name, idiom):
         "sft_train.strategy_args.strategy_config.zero_optimization.contiguous_gradients=false",
     ],
 )
-def test_one_of_its_keys_is_overruled_on_the_command_line(write, override):
+def test_command_line_overrides_a_fragments_key(write, override):
     zero = strategy_config(write(BY_NAME.replace("NAME", "deepspeed_zero3")), override).zero_optimization
     assert (zero.stage, zero.contiguous_gradients) == (3, False)
 
@@ -79,7 +79,7 @@ def test_a_file_of_the_users_of_that_name_comes_first(write, tmp_path):
     assert strategy_config(write(BY_NAME.replace("NAME", "deepspeed_zero3"))).zero_optimization.stage == 2
 
 
-def test_a_mistake_is_located_in_the_fragment_as_well_as_where_it_is_used(write, tmp_path):
+def test_mistake_is_located_in_the_fragment_and_its_use(write, tmp_path):
     own = "# mine\ndeepspeed_zero3:\n  zero_optimization:\n    stage: 4\n"
     (tmp_path / "deepspeed_zero3.yaml").write_text(own, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -89,7 +89,7 @@ def test_a_mistake_is_located_in_the_fragment_as_well_as_where_it_is_used(write,
     assert "deepspeed_zero3.yaml:4:12" in str(problem)
 
 
-def test_a_mistake_on_the_command_line_is_not_blamed_on_the_fragment(write):
+def test_command_line_mistake_is_not_located_in_the_fragment(write):
     override = "sft_train.strategy_args.strategy_config.zero_optimization.stage=7"
     with pytest.raises(ConfigError) as caught:
         load(write(BY_NAME.replace("NAME", "deepspeed_zero3")), [override], REGISTRY)
@@ -98,7 +98,7 @@ def test_a_mistake_on_the_command_line_is_not_blamed_on_the_fragment(write):
     assert "deepspeed_zero3.yaml" not in str(problem)
 
 
-def test_the_quick_start_is_checked_with_each_fragment_in_a_process_without_deepspeed(tmp_path):
+def test_quick_start_is_valid_with_fragments_without_deepspeed(tmp_path):
     for each in QUICKSTART.glob("*.yaml"):
         shutil.copy(each, tmp_path)
     text = (QUICKSTART / "grpo.yaml").read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ def adapted(case):
     return made
 
 
-def test_a_state_of_adapters_goes_on_at_another_stage_and_number_of_ranks(ranks, adapted, tmp_path):
+def test_adapter_state_resumes_at_another_stage_and_size(ranks, adapted, tmp_path):
     straight = ranks(save_between, adapted(3, world_size=2), STEPS, 2, str(tmp_path))[0]
     resumed = ranks(resume, adapted(1), STEPS[:1], STEPS[2:], str(tmp_path))[0]
     check_same("merged weights as loaded", resumed.before, straight.before)
@@ -48,7 +48,7 @@ def test_a_state_of_adapters_goes_on_at_another_stage_and_number_of_ranks(ranks,
         assert not set(first.keys()) & set(second.keys())
 
 
-def test_a_state_of_other_adapters_or_of_a_whole_model_is_refused(ranks, adapted, case, tmp_path):
+def test_state_of_other_adapters_or_a_full_model_is_refused(ranks, adapted, case, tmp_path):
     ranks(save_between, adapted(3), STEPS[:1], 1, str(tmp_path))
     folder = str(tmp_path / "rank-0")
     other = ranks(load_damaged, adapted(3, alpha=16.0), folder)[0]
@@ -74,7 +74,7 @@ def test_adapters_are_exported_as_peft_loads_them(ranks, adapted, tmp_path):
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (3, 2)])
-def test_adapters_that_are_exported_alone_make_the_merged_weights_of_those_beneath(ranks, adapted, stage, world_size):
+def test_exported_adapters_and_base_make_the_merged_weights(ranks, adapted, stage, world_size):
     for beneath, merged, alone in ranks(export_both_ways, adapted(stage, world_size), STEPS[:2]):
         layers = {each.rpartition(".lora_")[0] for each in alone}
         assert set(alone) == {f"{layer}.lora_{side}.weight" for layer in layers for side in "AB"}
@@ -94,7 +94,7 @@ def test_adapters_that_are_exported_alone_make_the_merged_weights_of_those_benea
     ],
     ids=["DoRA", "embeddings and ranks"],
 )
-def test_adapters_of_other_kinds_are_trained_at_stage_3_as_at_stage_0(ranks, adapted, kind):
+def test_other_adapters_train_at_stage_3_as_at_stage_0(ranks, adapted, kind):
     whole, sharded = (ranks(train, adapted(stage, **kind), STEPS)[0] for stage in (0, 3))
     check_near("merged weights", sharded.after, whole.after, 1e-5)
     assert any(not np.array_equal(each, whole.before[name]) for name, each in whole.after.items())
@@ -107,7 +107,7 @@ def test_only_adapters_have_gradients_and_moments(ranks, adapted, case):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_adapters_of_a_model_in_bf16_go_where_those_in_float32_go(ranks, adapted, stage):
+def test_adapters_of_bf16_models_train_as_in_float32(ranks, adapted, stage):
     rounded, exact = (ranks(train, adapted(stage, dtype=dtype), STEPS)[0] for dtype in ("bf16", "fp32"))
     assert any(not np.array_equal(each, rounded.before[name]) for name, each in rounded.after.items())
     for one, other in zip(rounded.stats, exact.stats, strict=True):

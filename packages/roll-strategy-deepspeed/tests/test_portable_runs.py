@@ -101,7 +101,7 @@ def test_fsdp2_then_deepspeed_then_hf_and_back_is_one_run(tmp_path, ranks, stage
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_default_checkpoint_becomes_the_model_that_the_run_exports(tmp_path, stage):
+def test_default_checkpoint_converts_to_the_exported_model(tmp_path, stage):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "21>", "response": "12"}\n' * 32, encoding="utf-8")
     settings = config(tmp_path, 1, 1, stage) | {
         "max_steps": 2,

@@ -21,7 +21,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 @pytest.mark.parametrize(("objective", "stage"), [("flow_grpo", 0), ("refl", 1), ("flow_grpo", 2), ("nft", 3)])
-def test_two_ranks_equal_one_of_hf_train(runs, objective, stage):
+def test_ranks_equal_hf_train(runs, objective, stage):
     config = flow_config(runs, objective, max_steps=2, eval_steps=2, validation=validated(runs))
     expected = runs.learnt(runs.ok(config))
     # Nothing is small enough to stay whole on every rank.

@@ -70,7 +70,7 @@ def test_weights_reach_an_engine_in_a_process_of_its_own(taught, tmp_path, trans
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_stale_rollouts_on_two_ranks_give_the_numbers_of_one_rank_of_hf_train(tmp_path, monkeypatch):
+def test_stale_rollouts_on_ranks_give_the_numbers_of_hf_train(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     found, expected = Runs(tmp_path, "local").ahead("deepspeed", 2, replicas=2, zero_optimization={"stage": 2})

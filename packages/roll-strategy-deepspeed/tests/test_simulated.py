@@ -20,7 +20,7 @@ SELECTED = (
 
 @pytest.mark.engine("deepspeed")
 @pytest.mark.timeout(900)
-def test_two_devices_train_resume_and_offload(tmp_path: Path) -> None:
+def test_simulated_devices_train_resume_and_offload(tmp_path: Path) -> None:
     EXTENSION.library()
     kit = f"{REPOSITORY / 'tools' / 'gpu' / 'kits.py'}::TestDeepSpeed"
     command = ("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", kit, "-k", SELECTED)

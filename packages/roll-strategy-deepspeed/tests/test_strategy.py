@@ -98,7 +98,7 @@ def trains_as_hf_train(ranks, case, strategy_config):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_loss_that_is_not_finite_on_one_rank_is_raised_on_all_and_leaves_nothing(ranks, case, stage):
+def test_non_finite_loss_of_a_rank_is_raised_on_all_ranks(ranks, case, stage):
     case = case.with_(strategy_config=zero(stage), world_size=2)
     spoilt = replace(STEPS[0], loss=SpoiltLoss(sequence=STEPS[0].sequences[4].id))
     straight = ranks(train, case, STEPS[1:])
@@ -109,7 +109,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_raised_on_all_and_leaves_nothi
 
 
 @pytest.mark.parametrize("keys", [{"stage": 0}, OFFLOADED["zero1"], {"stage": 2}, {"stage": 3}], ids=str)
-def test_the_moving_average_is_that_of_hf_train_and_resumes_exactly(ranks, case, tmp_path, keys):
+def test_moving_average_equals_hf_train_and_resumes_exactly(ranks, case, tmp_path, keys):
     """At stage 3, small parameters stay gathered between steps."""
     check_moving_average(ranks, case.with_(strategy_config={"zero_optimization": keys}, world_size=2), tmp_path)
 
@@ -128,7 +128,7 @@ def test_programs_in_bf16_stay_near_float32(ranks, case, stage):
 
 
 @pytest.mark.parametrize("keys", [zero(0), zero(1), zero(2), zero(3), *ON_HOST], ids=str)
-def test_ranks_whose_rows_need_different_experts_train_as_one_rank(ranks, case, keys, tmp_path):
+def test_ranks_with_different_experts_train_as_one_rank(ranks, case, keys, tmp_path):
     pytest.importorskip("diffusers")
     check_experts(ranks, case.with_(strategy_config=keys), tmp_path)
 
@@ -182,7 +182,7 @@ def test_memory_is_what_the_stage_leaves_on_each_rank(ranks, case, stage, copies
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("parts", [("weights",), ("grads",), ("optimizer",), ("weights", "grads", "optimizer")])
-def test_what_is_moved_away_leaves_the_memory_where_it_was(ranks, case, stage, parts):
+def test_offloaded_states_leave_the_memory(ranks, case, stage, parts):
     found: Held = ranks(move_and_count, case.with_(strategy_config=zero(stage)), STEPS[0], parts)[0]
     assert found.said > 0
     assert found.said_away == 0
@@ -214,5 +214,5 @@ def test_a_host_without_a_compiler_computes_the_same(ranks, ranks_without_progra
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_buffers_that_transformers_stores_go_along_with_the_portable_state(ranks, case, tmp_path, stage):
+def test_stored_buffers_are_part_of_the_portable_state(ranks, case, tmp_path, stage):
     check_stored_buffers(ranks, case.with_(strategy_config=zero(stage), world_size=2), tmp_path)

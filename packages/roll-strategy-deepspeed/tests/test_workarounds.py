@@ -26,7 +26,7 @@ def test_collectives_by_deprecated_names_still_warn(ranks, case):
     assert any("is deprecated" in each for each in ranks(warnings_without, case.with_(strategy_config=zero), STEP)[0])
 
 
-def test_deepspeed_still_builds_an_operator_when_it_starts_on_a_cpu(ranks, case):
+def test_deepspeed_still_builds_an_operator_at_start_on_a_cpu(ranks, case):
     probed, built = ranks(operators_without, case)[0]
     assert probed > 0
     assert built

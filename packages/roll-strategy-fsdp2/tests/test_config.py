@@ -39,7 +39,7 @@ def test_check_refuses_what_does_not_go_together(tmp_path, keys, facts):
 
 
 @pytest.mark.parametrize("keys", ["model_type: qwen3_moe", "model_type: of_mine, auto_map: {AutoConfig: of.Mine}"])
-def test_a_mixture_of_experts_and_a_model_with_its_own_code_may_have_an_ep_size(tmp_path, keys):
+def test_mixtures_and_models_with_own_code_may_have_an_ep_size(tmp_path, keys):
     file = tmp_path / "run.yaml"
     text = RUN.format(slots=8).replace("tensor_model_parallel_size: 2, ulysses_size: 2", "ep_size: 2")
     file.write_text(text.replace("model_type: qwen3", keys), encoding="utf-8")

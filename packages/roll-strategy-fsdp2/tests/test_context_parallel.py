@@ -34,7 +34,7 @@ def test_a_model_that_computes_with_padding_is_refused(ranks, config):
 
 
 @pytest.mark.parametrize("config", [ULYSSES, RING], ids=["ulysses", "ring"])
-def test_a_model_that_mixes_tokens_outside_attention_is_found_out(ranks, config):
+def test_model_that_mixes_tokens_outside_attention_is_refused(ranks, config):
     with raises_error(RanksFailedError, "ModelError"):
         ranks(train_with_tokens_mixed, Job(world_size=2, config=config))
 

@@ -33,7 +33,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
         pytest.param({"max_steps": 2} | TOPK, {}, 2, {}, id="rollouts, K tokens"),
     ],
 )
-def test_two_ranks_equal_one_of_hf_train(runs, given, lora, replicas, keys):
+def test_ranks_equal_hf_train(runs, given, lora, replicas, keys):
     config = runs.distill(**given)
     config["actor_train"]["model_args"] |= lora
     expected = runs.learnt(runs.ok(config))

@@ -14,7 +14,7 @@ from roll_testing.ranks import RanksFailedError
 
 
 @pytest.mark.engine
-def test_a_rank_holds_some_experts_whole_and_its_share_of_the_rest(ranks):
+def test_rank_holds_full_experts_and_shards_of_the_rest(ranks):
     job = Job(world_size=2, config={"ep_size": 2}, model={"random_init": MOE})
     for each in ranks(train, job, 1):
         whole = sum(tensor.size for tensor in each["weights"].values())

@@ -55,7 +55,7 @@ def test_a_model_read_share_by_share_is_the_one_loaded_whole(ranks, tmp_path, jo
         assert abs(found[name][:, :2] - rows[:, :2]).max() < bound
 
 
-def test_a_critic_begun_from_a_language_model_is_loaded_whole_with_a_new_head(ranks, tmp_path):
+def test_critic_from_a_language_model_is_loaded_with_a_new_head(ranks, tmp_path):
     path = write(tmp_path, TINY, "1GB")
     answers = ranks(train, Job(world_size=2, model={"path": path, "task": "value"}), 1)
     whole = load_model(ModelSpec(path=path, task="value", seed=3))

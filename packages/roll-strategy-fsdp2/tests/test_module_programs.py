@@ -32,7 +32,7 @@ def test_bf16_stays_near_float32(ranks, case):
 
 
 @pytest.mark.parametrize("reduces_each", [False, True])
-def test_ranks_whose_rows_need_different_experts_train_as_one_rank(ranks, case, reduces_each, tmp_path):
+def test_ranks_with_different_experts_train_as_one_rank(ranks, case, reduces_each, tmp_path):
     pytest.importorskip("diffusers")
     keys = {"reduce_scatter_during_grad_accumulation": reduces_each}
     check_experts(ranks, case.with_(strategy_config=keys), tmp_path)

@@ -283,7 +283,7 @@ def test_the_model_beneath_adapters_stays_as_it_was(ranks):
 @pytest.mark.parametrize(
     "name", jobs(["adapters", "tensor 2, adapters", "ring 2, two copies, adapters", "experts 2, adapters"])
 )
-def test_adapters_that_are_exported_alone_make_the_merged_weights_of_those_beneath(ranks, name):
+def test_exported_adapters_and_base_make_the_merged_weights(ranks, name):
     answers = ranks(train, JOBS[name], 2)
     beneath, merged = answers[0]["before"], answers[0]["weights"]  # B is zero before the first step
     layers = {each.rpartition(".lora_")[0] for each in answers[0]["alone"]}
@@ -317,7 +317,7 @@ def test_a_rank_holds_its_share_of_everything(ranks, dtype):
         assert each["memory"]["grads"] == 0
 
 
-def test_a_role_that_only_scores_holds_weights_in_its_dtype_and_no_more(ranks):
+def test_scoring_role_holds_only_weights_in_its_dtype(ranks):
     job = Job(world_size=2, training=None, model={"dtype": "bf16"})
     answers = ranks(train, job, 0)
     trained = ranks(train, job.with_(training=JOBS["2"].training), 0)
@@ -339,7 +339,7 @@ def test_param_dtype_rounds_what_computes_and_nothing_else(ranks):
         assert answers[0]["steps"][at][1]["grad_norm"] == pytest.approx(stats["grad_norm"], rel=3e-2)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank_and_changes_nothing(ranks):
+def test_non_finite_gradient_is_skipped_on_every_rank(ranks):
     for spoilt, straight in ranks(skip_and_go_on, JOBS["2"]):
         skipped, after = spoilt["steps"]
         assert skipped["skipped"]
@@ -351,7 +351,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank_and_changes_noth
 @pytest.mark.parametrize(
     "name", jobs(["4, of which one has less to do", "2 x 2", "tensor 2, 2 x 2, tied, checkpointed"])
 )
-def test_a_loss_that_is_not_finite_on_one_rank_ends_the_call_on_all(ranks, name):
+def test_non_finite_loss_of_a_rank_ends_the_call_on_all_ranks(ranks, name):
     """None waits for the others, and what comes after is as if nothing had been."""
     for error, after, alone_after in ranks(lose_and_go_on, JOBS[name], "s4"):
         assert error.is_a(NonFiniteError)

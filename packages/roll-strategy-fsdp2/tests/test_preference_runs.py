@@ -27,7 +27,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
         ("reward_model", {"margin": "margin"}, 2, {}),
     ],
 )
-def test_two_ranks_equal_one_of_hf_train(runs, pipeline, given, replicas, keys):
+def test_ranks_equal_hf_train(runs, pipeline, given, replicas, keys):
     config = runs.preference(pipeline, **given)
     expected = runs.learnt(runs.ok(config))
     found = runs.learnt(runs.ok(runs.on_ranks(config, "fsdp2", 2, replicas=replicas, **keys)))

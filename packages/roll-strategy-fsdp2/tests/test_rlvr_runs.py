@@ -11,9 +11,7 @@ from roll_testing.runs import Runs
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
-def test_stale_rollouts_on_two_ranks_give_the_numbers_of_one_rank_of_hf_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_rollouts_on_ranks_give_the_numbers_of_hf_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     found, expected = Runs(tmp_path, "local").ahead("fsdp2", 2, replicas=2)

@@ -29,7 +29,7 @@ def test_named_classes_are_found_outermost_first(model):
     assert find_layers(model, ["Qwen3MLP"]) == [each.mlp for each in model.model.layers]
 
 
-def test_a_class_that_the_model_does_not_have_is_answered_with_those_that_it_has(model):
+def test_unknown_layer_class_error_names_the_models_classes(model):
     with raises_error(ModelError, "LlamaDecoderLayer", "Qwen3DecoderLayer"):
         find_layers(model, ["LlamaDecoderLayer"])
 

@@ -123,7 +123,7 @@ def test_a_state_of_ranks_that_hold_pieces_continues_without(ranks, saved, job):
     assert furthest_from(resumed[0]["weights"], straight[0]["weights"]) < 2e-5
 
 
-def test_what_is_written_meanwhile_is_what_is_written_at_once(saved):
+def test_asynchronous_checkpoint_equals_a_synchronous_one(saved):
     """The same files with the same numbers; the order of what their headers say is not fixed."""
     one, other = (
         saved(Job(world_size=2, config=config), 2)[0] / "rank-0" for config in ({}, {"async_save_ckpt": True})
@@ -137,7 +137,7 @@ def test_what_is_written_meanwhile_is_what_is_written_at_once(saved):
 
 
 @pytest.mark.parametrize("config", [{"fsdp_size": 2}, TENSOR | {"fsdp_size": 1}], ids=["2 x 2", "2 x tensor 2"])
-def test_what_several_ranks_hold_is_written_once(saved, config):
+def test_replicated_state_is_written_once(saved, config):
     folder, _ = saved(Job(world_size=4, config=config), 1)
     numbers = sum(
         4 * np.prod(shape) for shape in (each.shape for each in saved(Job(world_size=2), 2)[1][0]["weights"].values())
@@ -166,7 +166,7 @@ def test_memory_that_is_moved_away_comes_back_bit_for_bit(ranks, config, model):
 
 
 @pytest.mark.parametrize("config", [{"fsdp_size": 2}, TENSOR | {"ulysses_size": 2}], ids=["2 x 2", "2 x tensor 2"])
-def test_the_state_that_all_strategies_read_is_the_same_on_any_ranks(ranks, config):
+def test_portable_state_is_equal_on_any_ranks(ranks, config):
     (alone,) = ranks(portable, Job(world_size=1))
     for each in ranks(portable, Job(world_size=4, config=config)):
         assert each.keys() == alone.keys()
@@ -208,7 +208,7 @@ def test_a_state_of_another_model_or_format_is_refused(ranks, saved, tmp_path):
         ranks(load_into, Job(world_size=2), copy)
 
 
-def test_a_state_of_adapters_is_for_the_model_beneath_and_goes_to_other_ranks(ranks, saved):
+def test_adapter_state_is_for_its_base_model_on_any_ranks(ranks, saved):
     job = Job(world_size=2, model={"lora": LORA})
     folder, straight = saved(job, 2)
     assert all("lora" in name for name in straight[0]["names"])
@@ -247,7 +247,7 @@ def test_a_scoring_role_reads_back_its_own_state(ranks, saved):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_export_is_loaded_by_transformers_and_gives_equal_logits(ranks, tmp_path, tied):
+def test_export_is_loaded_by_transformers_with_equal_logits(ranks, tmp_path, tied):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path / "tokenizer")
@@ -284,11 +284,11 @@ CASE = Case(
 )
 
 
-def test_buffers_that_transformers_stores_go_along_with_the_portable_state(ranks, tmp_path):
+def test_stored_buffers_are_part_of_the_portable_state(ranks, tmp_path):
     check_stored_buffers(ranks, CASE, tmp_path)
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_policy": True, "reshard_after_forward": False}], ids=str)
-def test_the_moving_average_is_that_of_hf_train_and_resumes_exactly(ranks, tmp_path, config):
+def test_moving_average_equals_hf_train_and_resumes_exactly(ranks, tmp_path, config):
     model = write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=TINY["vocab_size"])
     check_moving_average(ranks, CASE.with_(model=model, strategy_config=config), tmp_path)

@@ -47,7 +47,7 @@ def test_a_style_that_is_not_known_is_named(mesh, model):
         parallelize(model, mesh)
 
 
-def test_a_plan_that_forgets_the_norms_between_cut_layers_is_refused(mesh, model):
+def test_plan_without_norms_between_cut_layers_is_refused(mesh, model):
     plan = dict(model.base_model._tp_plan)
     del plan[f"{ATTENTION}k_norm"]
     model.base_model._tp_plan = plan

@@ -30,7 +30,7 @@ def test_every_architecture_is_tried():
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_it_computes_learns_and_goes_on_as_transformers_does(run, tmp_path, model_type):
+def test_architecture_learns_and_resumes_as_transformers(run, tmp_path, model_type):
     """A step by tensor parallelism, with experts spread over the ranks; and a step on, in stages or with shared
     sequences."""
     first = TENSOR if model_type in DENSE else EXPERTS

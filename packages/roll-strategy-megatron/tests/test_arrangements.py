@@ -291,7 +291,7 @@ def test_inputs_of_recomputed_layers_are_offloaded(run, tmp_path):
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_it_computes_and_learns_as_transformers_does(run, tmp_path, arrangement):
+def test_arrangement_computes_and_learns_as_transformers(run, tmp_path, arrangement):
     check_against_transformers(run, tmp_path, arrangement)
 
 

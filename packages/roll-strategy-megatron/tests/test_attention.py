@@ -29,5 +29,5 @@ def run(host):
         pytest.param(Arrangement(ranks=1, model=DEEPSEEK), id="values smaller than keys", marks=pytest.mark.slow),
     ],
 )
-def test_one_call_computes_all_sequences(run, tmp_path, arrangement):
+def test_single_call_computes_all_sequences(run, tmp_path, arrangement):
     check_against_transformers(run, tmp_path, arrangement)

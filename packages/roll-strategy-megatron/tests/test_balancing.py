@@ -117,9 +117,7 @@ def steps(calls=1):
         pytest.param(MIXTURE, 4, BOTH | EP | PP, False, id="experts, stages", marks=pytest.mark.slow),
     ],
 )
-def test_losses_of_routers_are_in_the_gradient_however_the_batch_is_cut(
-    host, tmp_path, architecture, ranks, config, checkpointing
-):
+def test_router_losses_have_equal_gradients_for_any_split(host, tmp_path, architecture, ranks, config, checkpointing):
     case = case_of(tmp_path, architecture, ranks, config, checkpointing=checkpointing)
     every = steps(calls=2)
     answers = host.run(

@@ -87,7 +87,7 @@ def change_files(folder, change):
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_an_architecture_that_nobody_knows_is_refused_with_those_that_are_known(host, tmp_path):
+def test_unknown_architecture_error_names_the_known_ones(host, tmp_path):
     said = refusal(host, case_of(tmp_path, {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}))
     assert "gpt2" in said
     assert mentions(said, "qwen2", "qwen3", "qwen3_moe", "seed_oss")
@@ -172,7 +172,7 @@ def test_tensors_of_another_shape_are_named(host, tmp_path):
         "a scaled rotation of half a head",
     ],
 )
-def test_what_megatrons_layers_would_compute_otherwise_is_refused(host, tmp_path, model, said):
+def test_models_that_megatron_computes_differently_are_refused(host, tmp_path, model, said):
     rest = {} if model["model_type"] == "deepseek_v3" else DENSE
     assert said in refusal(host, case_of(tmp_path, rest | model))
 
@@ -224,7 +224,7 @@ def test_another_package_brings_an_architecture(host, tmp_path):
     check_rows("logprobs", answer["scored"]["logprobs"], expected["logprobs"], 1e-4)
 
 
-def test_a_critic_begins_from_a_language_model_with_the_head_that_hf_train_gives_it(host, tmp_path):
+def test_critic_from_a_language_model_has_the_head_of_hf_train(host, tmp_path):
     case = case_of(tmp_path, QWEN3)
     spec = replace(case.model, task="value", seed=5)
     (answer,) = host.run(
@@ -239,7 +239,7 @@ def test_a_critic_begins_from_a_language_model_with_the_head_that_hf_train_gives
 @pytest.mark.parametrize(
     "config", [{"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}], ids=["stages", "shares"]
 )
-def test_a_tied_model_made_from_nothing_is_that_of_hf_train_and_stays_tied(host, config):
+def test_random_tied_model_equals_hf_train_and_stays_tied(host, config):
     keys = {key: value for key, value in QWEN3.items() if key != "initializer_range"}
     spec = ModelSpec(random_init=keys | {"tie_word_embeddings": True, "vocab_size": 61, "pad_token_id": 0}, seed=5)
     case = Case(
@@ -275,7 +275,7 @@ def test_a_language_model_is_no_reward_model(host, tmp_path):
     assert mentions(said, "score.weight")
 
 
-def test_biases_by_which_experts_are_chosen_are_written_as_they_were_read(host, tmp_path):
+def test_expert_biases_are_written_as_read(host, tmp_path):
     case = case_of(tmp_path / "in", DEEPSEEK)
     biases = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)]
     change_files(tmp_path / "in", lambda tensors: tensors.update({name: torch.randn(8) for name in biases}))

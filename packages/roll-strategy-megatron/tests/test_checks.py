@@ -39,7 +39,7 @@ def said(tmp_path, config="{}", name="megatron_train"):
     return {each.subject: each for each in check(CheckContext(platform=None, config=loaded))}
 
 
-def test_what_is_installed_is_told(tmp_path, monkeypatch):
+def test_installed_versions_are_reported(tmp_path, monkeypatch):
     installed(monkeypatch, **{"transformer-engine": "2.10.0", "flash-attn": "2.8.3"})
     found = said(tmp_path)
     assert [(name, each.level, each.found) for name, each in found.items()] == [
@@ -49,7 +49,7 @@ def test_what_is_installed_is_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("versions", [{}, {"transformer-engine": "1.13.0"}], ids=["absent", "old"])
-def test_what_is_lacking_is_an_error_only_where_it_is_asked_for(tmp_path, monkeypatch, versions):
+def test_missing_packages_are_errors_only_if_requested(tmp_path, monkeypatch, versions):
     installed(monkeypatch, **versions)
     here = versions.get("transformer-engine", "not installed")
     found = said(tmp_path)["transformer-engine"]

@@ -66,7 +66,7 @@ def test_a_role_knows_how_many_ranks_share_a_model(tmp_path):
     assert checked(tmp_path).config.sft_train.ranks_per_replica == 4
 
 
-def test_ranks_that_make_no_whole_replicas_are_refused_with_the_product(tmp_path):
+def test_ranks_without_full_replicas_are_refused(tmp_path):
     said = refusal(tmp_path, slots=6)
     assert mentions(said, "6")
     product = "tensor_model_parallel_size 2 × pipeline_model_parallel_size 2 × context_parallel_size 1 = 4"
@@ -125,7 +125,7 @@ def test_ranks_that_make_no_whole_replicas_are_refused_with_the_product(tmp_path
         ),
     ],
 )
-def test_a_model_that_does_not_come_out_even_is_refused_with_the_arithmetic(tmp_path, keys, model, said):
+def test_uneven_models_are_refused_with_the_arithmetic(tmp_path, keys, model, said):
     stored = tmp_path / "model"
     stored.mkdir()
     (stored / "config.json").write_text(json.dumps({"model_type": "qwen3", **model}), encoding="utf-8")
@@ -158,7 +158,7 @@ SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
         ),
     ],
 )
-def test_what_megatrons_layers_cannot_compute_is_found_by_check(tmp_path, model, keys, named):
+def test_models_unsupported_by_megatron_are_found_by_check(tmp_path, model, keys, named):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(model), encoding="utf-8")
     values = {"config": json.dumps(keys), "model": f"{{model_name_or_path: {tmp_path / 'model'}}}"}
@@ -220,7 +220,7 @@ def test_a_dense_model_has_no_experts_to_split_or_recompute(tmp_path, config):
     assert checked(tmp_path, config=json.dumps(config), model=mixture).config.sft_train is not None
 
 
-def test_shared_experts_of_another_packages_model_are_sharded_like_dense_layers():
+def test_shared_experts_of_other_models_are_sharded_as_dense():
     config = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
     with pytest.raises(ValueError, match="shared_expert_intermediate_size"):
         config.check_model({"shared_expert_intermediate_size": 15})
@@ -244,7 +244,7 @@ def test_only_training_needs_sequence_parallel_beside_experts(tmp_path):
         ("{activation_offloading: true}", "activation_offloading"),
     ],
 )
-def test_what_is_computed_again_is_not_said_where_nothing_is(tmp_path, keys, named):
+def test_recompute_needs_gradient_checkpointing(tmp_path, keys, named):
     model = "{model_name_or_path: here, disable_gradient_checkpointing: true}"
     said = refusal(tmp_path, config=keys, model=model)
     assert mentions(said, "disable_gradient_checkpointing")
@@ -266,7 +266,7 @@ def test_only_inputs_of_layers_are_offloaded(tmp_path, config):
 
 
 @pytest.mark.parametrize("platform", ["rocm", "npu"])
-def test_another_platform_is_refused_with_the_strategies_that_run_there(tmp_path, platform):
+def test_other_platforms_are_refused_with_their_strategies(tmp_path, platform):
     said = refusal(tmp_path, platform=platform)
     assert mentions(said, "megatron_train", platform)
     assert "fsdp2_train" in said
@@ -284,7 +284,7 @@ def test_another_platform_is_refused_with_the_strategies_that_run_there(tmp_path
         ({"context_parallel_size": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     ],
 )
-def test_workers_that_share_layers_get_the_variable_that_megatron_relies_on(keys, variables):
+def test_workers_with_shared_layers_get_megatrons_variable(keys, variables):
     wanted = MegatronConfig.model_validate(keys).worker_environment()
     assert {each.name: each.value for each in wanted} == variables
     assert not any(each.required for each in wanted)
@@ -348,7 +348,7 @@ def test_a_twin_that_only_scores_takes_the_other_keys():
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_not_supported_is_refused_with_the_reason(key):
+def test_unsupported_keys_are_refused_with_the_reason(key):
     with pytest.raises(ValidationError) as caught:
         MegatronConfig.model_validate({key: "yes"})
     assert mentions(str(caught.value), key)
@@ -427,7 +427,7 @@ def test_keys_that_contradict_each_other_are_refused(keys, named):
         ),
     ],
 )
-def test_experts_alone_are_computed_again_where_only_they_are_named(keys, granularity, modules):
+def test_experts_alone_are_recomputed_if_only_they_are_named(keys, granularity, modules):
     config = MegatronConfig.model_validate(keys)
     assert (config.recomputation, config.recomputed_modules) == (granularity, modules)
 
@@ -454,7 +454,7 @@ def test_a_layout_is_read_as_megatron_reads_it(layout):
     assert ["".join(letters[each.name] for each in row) for row in rows] == LAYOUTS[layout]
 
 
-def test_an_architecture_that_the_bridge_does_not_have_is_a_mistake_of_check(tmp_path, monkeypatch):
+def test_architecture_without_a_bridge_is_a_mistake_of_check(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "config.json").write_text('{"model_type": "gpt2"}')
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,7 @@ EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6
 
 
 @pytest.mark.parametrize("export", ["merged", "adapter"])
-def test_adapters_of_experts_are_converted_to_what_the_strategy_exports(host, tmp_path, export):
+def test_converted_expert_adapters_equal_the_export(host, tmp_path, export):
     model = write_checkpoint(tmp_path / "model", MIXTURE, task="causal_lm", vocab_size=61)
     case = Case(
         provider=registry().find(TrainProvider, "megatron_train"),

@@ -113,7 +113,7 @@ ARRANGEMENTS = [pytest.param(each, id=name) for name, each in QUICK.items()] + [
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_it_computes_and_learns_as_transformers_does(run, tmp_path, arrangement):
+def test_engine_layers_compute_and_learn_as_transformers(run, tmp_path, arrangement):
     check_against_transformers(run, tmp_path, arrangement)
 
 
@@ -161,7 +161,7 @@ def test_layers_are_made_of_what_was_asked_for(run, tmp_path, model, config, pre
         pytest.param(DEEPSEEK, [sizes(ep=2), ENGINE | sizes(ep=2)], id="latent attention", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_saved_says_nothing_of_who_saved_it(run, tmp_path, model, arrangements):
+def test_saved_state_does_not_depend_on_the_layers(run, tmp_path, model, arrangements):
     """Steps on Megatron's own layers, and then from one make to the next: each saves what it has read, bit for bit."""
     own, *others = arrangements
     start = case_of(Arrangement(ranks=2, model=model, config=own), tmp_path / "model")
@@ -216,7 +216,7 @@ def state_in(folder):
     return {name: each for file in files for name, each in load_file(file).items()}
 
 
-def test_it_goes_on_where_other_layers_have_left_off(run, tmp_path):
+def test_training_resumes_with_other_layers(run, tmp_path):
     own = case_of(Arrangement(ranks=2, model=MIXTURE, config=sizes(ep=2)), tmp_path / "model")
     every, folder = steps((1, 1, 1), "causal_lm"), str(tmp_path / "state")
     expected, weights = run(save_after, own, every, folder)[0]
@@ -251,7 +251,7 @@ def test_it_goes_on_where_other_layers_have_left_off(run, tmp_path):
         "variables that contradict",
     ],
 )
-def test_what_cannot_be_is_refused_by_name(run, tmp_path, model, config, environment, kind, named):
+def test_impossible_layers_are_refused_by_name(run, tmp_path, model, config, environment, kind, named):
     ranks = config.get("context_parallel_size", 1)
     case = case_of(Arrangement(ranks=ranks, model=model, config=config), tmp_path)
     error, _ = run(fail_to_build_in, case, environment)[0]
@@ -276,7 +276,7 @@ def test_what_cannot_be_is_refused_by_name(run, tmp_path, model, config, environ
     ],
     ids=["bf16 on CUDA", "with adapters", "float32", "on a CPU", "a window over ranks"],
 )
-def test_where_nothing_is_said_it_is_taken_for_what_it_is_good_for(monkeypatch, given, device, settings, expected):
+def test_layers_are_chosen_by_device_and_model(monkeypatch, given, device, settings, expected):
     monkeypatch.setattr("roll_strategy_megatron.engine.lacking_engine", lambda: "")
     config = MegatronConfig(context_parallel_size=2)
     assert choose(config, ModelSpec(path="here", **given), torch.device(device), settings) == expected
@@ -296,7 +296,7 @@ SAYS = "from roll_strategy_megatron.engine import lacking_engine; print(lacking_
     ],
     ids=["absent", "of another torch"],
 )
-def test_it_is_said_why_transformer_engine_cannot_be_used(tmp_path, text, said):
+def test_lacking_engine_names_the_reason(tmp_path, text, said):
     if text is not None:
         (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
         (tmp_path / "transformer_engine" / "__init__.py").write_text(text, encoding="utf-8")

@@ -35,7 +35,7 @@ def case_of(model, config, folder):
     )
 
 
-def test_a_rank_reads_what_its_shares_are_made_of_one_weight_at_a_time(host, tmp_path):
+def test_rank_reads_its_shards_one_weight_at_a_time(host, tmp_path):
     config = {"pipeline_model_parallel_size": 2}
     first, last = host.run(read, case_of(TIED, config, tmp_path / "dense"), num_ranks=2, timeout_s=100)
     for (names, most), own, others in ((first, range(6), range(6, 12)), (last, range(6, 12), range(6))):
@@ -74,7 +74,7 @@ def test_a_tensor_of_all_experts_is_read_once(host, tmp_path):
         pytest.param(EXPERTS, "experts", {"expert_model_parallel_size": 2}, id="experts"),
     ],
 )
-def test_what_is_written_is_what_was_read_and_no_rank_holds_it_all(host, tmp_path, model, gathered, config):
+def test_export_equals_the_source_and_no_rank_holds_all(host, tmp_path, model, gathered, config):
     case = case_of(model, config, tmp_path / "in")
     counts = host.run(export, case, str(tmp_path / "out"), PIECE_BYTES, num_ranks=2, timeout_s=100)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "in").state_dict()

@@ -115,7 +115,7 @@ def test_outputs_and_gradients_are_those_of_one_rank_in_float64(host, ranks, req
         assert np.linalg.norm(one - other) <= 2e-6 * np.linalg.norm(other) * shape.get("scale", 1.0), name
 
 
-def test_the_first_choice_is_the_first_of_equal_tokens_on_whichever_rank(host):
+def test_argmax_token_is_the_first_of_equal_ones_on_any_rank(host):
     # Tokens 0 to 9 again as 10 to 19 and 20 to 29, on three ranks, which all find the same greatest logit.
     problem = problem_of(HeadRequest(topk=1), tokens=40, vocabulary=10)
     problem = replace(problem, weight_VH=np.tile(problem.weight_VH, (3, 1)))

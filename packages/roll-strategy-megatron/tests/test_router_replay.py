@@ -95,7 +95,7 @@ def test_experts_are_replayed_as_in_one_process(run, tmp_path, arrangement):
     check_near("the way that the weights went", went, should, 1e-4)
 
 
-def test_a_stage_takes_the_experts_of_its_own_layers_a_microbatch_at_a_time(run, tmp_path):
+def test_stage_gets_the_experts_of_its_layers_per_microbatch(run, tmp_path):
     """The host has those of all layers and tokens."""
     case = case_of(Arrangement(ranks=2, config=sizes(pp=2), model=MIXTURE | FOUR), tmp_path)
     case = case.with_(model=replace(case.model, router_replay=True))

@@ -152,7 +152,7 @@ def metrics(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
-def test_grpo_on_tensor_by_pipeline_ranks_begins_as_on_one_rank_with_hf_train_and_learns(run):
+def test_grpo_on_tensor_by_pipeline_ranks_equals_hf_train(run):
     one, four = (
         run(name, rlvr(actor_train=place.role(sequences=64), max_steps=steps))
         for name, place, steps in (("one", ALONE, 1), ("four", SQUARE, 12))
@@ -186,7 +186,7 @@ def test_stale_rollouts_give_the_numbers_of_one_rank_of_hf_train(run):
 
 
 @pytest.mark.slow
-def test_grpo_with_the_engines_experts_begins_on_expert_parallel_ranks_as_with_hf_train(run):
+def test_grpo_with_engine_experts_on_ranks_equals_hf_train(run):
     """The engine rounds to bf16, so that its routers choose otherwise now and then."""
     config = {"router_replay": {"mode": "R3"}, "guards": {"logprob_probe": "off", "logprob_gap": "off"}}
     experts = Place(spread={"expert_model_parallel_size": 2}, ranks=2, replicas=2, model=MIXTURE)
@@ -297,7 +297,7 @@ def test_distillation_gives_the_numbers_of_one_rank_of_hf_train(run, ranks, spre
 
 
 @pytest.mark.slow
-def test_ppo_with_policy_and_critic_on_ranks_begins_as_with_hf_train_and_the_critic_learns(run):
+def test_ppo_on_ranks_begins_as_hf_train_and_the_critic_learns(run):
     def ppo(actor, critic, steps):
         roles = {"actor_train": actor.role(sequences=64), "critic": critic.role(sequences=64)}
         return rlvr(adv_estimator="gae", whiten_advantages=True, max_steps=steps, **roles)
@@ -310,7 +310,7 @@ def test_ppo_with_policy_and_critic_on_ranks_begins_as_with_hf_train_and_the_cri
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_another_arrangement_and_its_checkpoint_becomes_a_model(run, roll_core, tmp_path):
+def test_run_resumes_under_another_arrangement_and_converts(run, roll_core, tmp_path):
     settings = {"pipeline": "sft", "max_steps": 4, "save_steps": 2, "portable_checkpoints": True}
     whole = run("whole", settings | {"sft_train": SQUARE.role(sequences=16)})
     saved = {"resume_from_checkpoint": str(whole / "checkpoints" / "step-2")}
@@ -331,7 +331,7 @@ def test_a_run_goes_on_under_another_arrangement_and_its_checkpoint_becomes_a_mo
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_the_quick_start_reaches_its_accuracy_on_tensor_by_pipeline_ranks(roll_core, tmp_path):
+def test_quick_start_learns_on_tensor_by_pipeline_ranks(roll_core, tmp_path):
     examples, output = REPOSITORY / "examples" / "quickstart", f"output_dir={tmp_path}"
     subprocess.run([sys.executable, str(examples / "make_data.py")], cwd=REPOSITORY, check=True)
     roll_core("run", examples / "sft.yaml", output)
@@ -356,7 +356,7 @@ def test_the_quick_start_reaches_its_accuracy_on_tensor_by_pipeline_ranks(roll_c
     assert scores[-1] > 0.94
 
 
-def test_a_default_checkpoint_becomes_the_model_that_the_run_exports(run, roll_core, tmp_path):
+def test_default_checkpoint_converts_to_the_exported_model(run, roll_core, tmp_path):
     role = Place().role(sequences=16)
     done = run("alone", {"pipeline": "sft", "max_steps": 2, "save_steps": 1, "sft_train": role})
     roll_core("checkpoint", "convert", done / "checkpoints" / "step-2", tmp_path / "converted", "--platform", "cpu")

@@ -82,9 +82,7 @@ def test_another_arrangement_goes_on(host, tmp_path, architecture, saved_by, rea
         pytest.param(MIXTURE, (2, EP), (1, {}), id="experts to one rank", marks=pytest.mark.slow),
     ],
 )
-def test_the_state_that_all_strategies_read_goes_from_one_arrangement_to_another(
-    host, tmp_path, architecture, written_by, read_by
-):
+def test_portable_state_moves_between_arrangements(host, tmp_path, architecture, written_by, read_by):
     model = write_checkpoint(tmp_path / "model", architecture, task="causal_lm", vocab_size=61)
     case = case_of(model, *written_by)
     expected = host.run(export_between, case, steps(4), 2, str(tmp_path), num_ranks=case.world_size, timeout_s=150)[0]
@@ -97,7 +95,7 @@ def test_the_state_that_all_strategies_read_goes_from_one_arrangement_to_another
     assert distance(found.after, expected.after) < 1e-5
 
 
-def test_buffers_that_transformers_stores_go_along_with_the_portable_state(host, tmp_path):
+def test_stored_buffers_are_part_of_the_portable_state(host, tmp_path):
     def run(program, case, *arguments):
         return host.run(program, case.with_(master_port=free_port()), *arguments, num_ranks=2, timeout_s=100)
 
@@ -148,7 +146,7 @@ LORA = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapters"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_parts_that_are_away_hold_no_memory_and_the_weights_alone_compute(host, tmp_path, dtype, lora):
+def test_offloaded_parts_hold_no_memory_and_weights_compute(host, tmp_path, dtype, lora):
     model = replace(write_checkpoint(tmp_path, MIXTURE, task="causal_lm", vocab_size=61), dtype=dtype, lora=lora)
     case = case_of(model, 2, EP)
     batch = make_batch(61, seed=10)

@@ -39,7 +39,7 @@ def blocks(html: str) -> dict[str, dict]:
     return {name: json.loads(text) for name, text in found}
 
 
-def test_curves_are_over_each_other_and_the_best_values_are_marked(tmp_path):
+def test_curves_overlay_and_best_values_are_marked(tmp_path):
     one = make_run(tmp_path, [0.1, 0.9, 0.5], "seed: 1\nlr: 0.1\nrole:\n  api_key: hunter2hunter2\n  rank: 8\n")
     two = make_run(tmp_path, [0.2, 0.4, float("nan")], "seed: 1\nlr: 0.2\nrole:\n  rank: 8\n")
     html = write_comparison([one, two], tmp_path / "c.html").read_text()

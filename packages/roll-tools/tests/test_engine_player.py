@@ -133,7 +133,7 @@ def test_a_model_calls_tools(serve, capsys):
     assert (result["role"], result["tool_call_id"], result["content"]) == ("tool", "call_1", "5")
 
 
-def test_each_player_has_a_conversation(serve, capsys):
+def test_players_have_their_own_conversation(serve, capsys):
     server = serve(lambda path, body: completion("1"))
     words = ["envs", "play", "nim", "low=4", "high=4", "--engine", server.url, "--model", "m"]
     assert main(words) == 0
@@ -175,7 +175,7 @@ def test_a_broken_server_is_one_error(serve, capsys, reply):
     assert len(server.received) == 1
 
 
-def test_a_server_that_hangs_or_is_absent_or_lists_no_model_is_one_error(serve, capsys, monkeypatch):
+def test_hanging_absent_or_modelless_server_is_one_error(serve, capsys, monkeypatch):
     monkeypatch.setattr("roll_tools.engine_player.TIMEOUT_S", 0.3)
     server = serve(lambda path, body: None)
     assert main(["envs", "play", "guess_number", "--engine", server.url]) == 1

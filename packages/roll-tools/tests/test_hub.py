@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_a_dry_run_writes_a_card_lists_the_files_and_needs_no_network(run, capsys, monkeypatch):
+def test_dry_run_writes_a_card_and_needs_no_network(run, capsys, monkeypatch):
     from huggingface_hub import ModelCard
 
     monkeypatch.setattr("roll_tools.hub._upload", None)

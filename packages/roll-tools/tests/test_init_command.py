@@ -105,7 +105,7 @@ def test_a_starter_says_what_its_keys_do_and_is_small(kind):
 
 
 @pytest.mark.parametrize("folder", ["my-run", "json", "os", "a-b/c", "{tmp}/abs", "../beside"])
-def test_a_folder_that_cannot_be_a_package_is_the_place_to_start_in(folder, here, capsys):
+def test_folder_that_cannot_be_a_package_is_the_start(folder, here, capsys):
     folder = folder.replace("{tmp}", str(here))
     assert main(["init", "rlvr", folder]) == 0
     out = capsys.readouterr().out.split()
@@ -123,7 +123,7 @@ def test_an_inner_folder_is_named_in_paths_and_modules(here):
 
 
 @pytest.mark.parametrize("name", ["rlvr.yaml", "data/val.jsonl"])
-def test_an_existing_file_is_never_overwritten_and_nothing_is_written(name, here, capsys):
+def test_existing_files_are_never_overwritten(name, here, capsys):
     file = here / "first_run" / name
     file.parent.mkdir(parents=True)
     file.write_text("mine")
@@ -132,7 +132,7 @@ def test_an_existing_file_is_never_overwritten_and_nothing_is_written(name, here
     assert texts(here) == {f"first_run/{name}": "mine"}
 
 
-def test_two_kinds_share_no_folder_but_other_files_stay(here):
+def test_starters_share_no_folder_but_other_files_stay(here):
     Path("first_run").mkdir()
     Path("first_run/notes.txt").write_text("mine")
     assert main(["init", "sft", "first_run"]) == 0

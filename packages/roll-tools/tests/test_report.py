@@ -255,7 +255,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_files_that_are_cut_off_or_damaged_anywhere_still_make_a_report(
+def test_truncated_or_damaged_files_still_make_a_report(
     tmp_path: Path, finished_run: RunDir, data: st.DataObject
 ) -> None:
     run = RunDir(tmp_path / "copy")

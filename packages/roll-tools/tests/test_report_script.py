@@ -155,7 +155,7 @@ def two_episodes() -> list[Sample]:
     return [episode("g/0", FORKED, good), episode("g/1", short, Reward(value=-0.5))]
 
 
-def test_an_episode_is_shown_turn_by_turn_with_masks_rewards_and_versions(browser: Any) -> None:
+def test_episode_is_shown_by_turn_with_masks_and_rewards(browser: Any) -> None:
     page = browser({3: two_episodes()})
     (prompt,) = page.texts(".prompt", within="browser")
     assert prompt.endswith("Guess.")

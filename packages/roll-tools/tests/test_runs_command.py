@@ -54,7 +54,7 @@ def test_a_run_is_opened_by_its_path_its_experiment_or_latest(tmp_path: Path) ->
             open_run(place)
 
 
-def test_runs_are_listed_with_state_step_and_newest_validation_score(tmp_path, capsys):
+def test_runs_are_listed_with_state_step_and_newest_score(tmp_path, capsys):
     make_run(tmp_path)
     _, ended = make_run(tmp_path, steps=5)
     ended.finish()
@@ -75,7 +75,7 @@ def test_runs_are_listed_with_state_step_and_newest_validation_score(tmp_path, c
     assert mentions(capsys.readouterr().out, "grpo/002", "finished", "5/5", "val/score/mean")
 
 
-def test_a_run_whose_process_is_gone_is_killed_and_a_damaged_one_unknown(tmp_path, capsys):
+def test_run_without_process_is_killed_and_damaged_is_unknown(tmp_path, capsys):
     run, _ = make_run(tmp_path)
     record = json.loads(run.record.read_text())
     record["process"]["pid"] = 2**30
@@ -136,7 +136,7 @@ def test_a_place_that_does_not_exist_is_a_users_error(tmp_path, capsys):
     assert mentions(capsys.readouterr().err, str(tmp_path / "no"))
 
 
-def test_watching_a_finished_run_shows_its_last_steps_and_outcome(tmp_path, capsys):
+def test_watching_a_finished_run_shows_last_steps_and_outcome(tmp_path, capsys):
     run, record = make_run(tmp_path, steps=40, asked=40)
     record.finish()
     assert main(["watch", str(run.path)]) == 0
@@ -203,7 +203,7 @@ def test_a_run_without_a_record_ends_the_command_with_an_error(tmp_path, capsys,
     assert mentions(captured.err, "run.json")
 
 
-def test_a_follower_returns_complete_lines_once_also_of_a_replaced_file(tmp_path):
+def test_follower_returns_complete_lines_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(path)
     assert follower.new_rows() == []

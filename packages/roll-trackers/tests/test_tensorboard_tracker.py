@@ -47,7 +47,7 @@ def test_unknown_options_are_refused(tmp_path: Path) -> None:
         TensorBoardTracker(tmp_path, "x/001", {"flush": 3})
 
 
-def test_it_needs_neither_torch_nor_tensorflow() -> None:
+def test_tensorboard_tracker_needs_neither_torch_nor_tensorflow() -> None:
     code = (
         "import sys, roll_trackers.tensorboard_tracker;"
         "print([m for m in ('torch', 'tensorflow', 'ray', 'transformers') if m in sys.modules])"

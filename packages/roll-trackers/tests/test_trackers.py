@@ -68,7 +68,7 @@ def test_csv_has_one_row_per_step_and_a_column_for_each_metric(tmp_path):
     ]  # fmt: skip
 
 
-def test_csv_merges_a_step_that_is_logged_again_and_keeps_no_rows(tmp_path):
+def test_csv_merges_a_step_that_is_logged_again(tmp_path):
     folder = run_dir(tmp_path)
     tracker = CsvTracker(folder, "grpo/001", {})
     for step in range(200):
@@ -115,7 +115,7 @@ def test_a_remote_run_ends_as_the_run_did_with_its_files(tmp_path, failed):
 
 
 @pytest.mark.engine("mlflow")
-def test_mlflow_has_config_metrics_files_and_outcome_and_continues_a_run(tmp_path, monkeypatch):
+def test_mlflow_has_config_metrics_files_and_continues_a_run(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     from roll_trackers.mlflow_tracker import MlflowTracker
@@ -235,7 +235,7 @@ def swanlab_state(folder: Path) -> str:
 
 
 @pytest.mark.engine("swanlab")
-def test_swanlab_writes_an_offline_run_continues_it_and_leaves_ctrl_c_to_the_run(tmp_path, monkeypatch):
+def test_swanlab_writes_an_offline_run_and_continues_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     from roll_trackers.swanlab_tracker import SwanlabTracker
 
@@ -305,7 +305,7 @@ def spans_of(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.engine("opentelemetry.sdk")
-def test_opentelemetry_nests_stages_also_of_concurrent_tasks_and_links_a_resumed_run(tmp_path):
+def test_opentelemetry_nests_stages_and_links_a_resumed_run(tmp_path):
     from roll_trackers.opentelemetry_tracker import OpenTelemetryTracker
 
     folder = run_dir(tmp_path)
@@ -372,7 +372,7 @@ class Policy:
 
 
 @pytest.mark.engine("opentelemetry.sdk")
-def test_opentelemetry_records_the_calls_of_workers_in_the_stages_that_make_them(tmp_path, monkeypatch):
+def test_opentelemetry_records_worker_calls_in_their_stages(tmp_path, monkeypatch):
     """With the SDK's exporter in memory; the tree is written by hand. Another process is a worker without the driver's
     provider."""
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -443,7 +443,7 @@ def test_opentelemetry_records_the_calls_of_workers_in_the_stages_that_make_them
 
 
 @pytest.mark.engine("opentelemetry.sdk")
-def test_opentelemetry_sends_spans_to_a_collector_and_ends_without_one(tmp_path, caplog):
+def test_opentelemetry_sends_spans_and_ends_without_a_collector(tmp_path, caplog):
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
