@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.compose import compose
 from roll_core.config.positions import FileLayer
-from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.providers import TrackerProvider
 from roll_migrate.conversion import (
     GENERATES,
@@ -28,7 +26,6 @@ from roll_migrate.conversion import (
 from roll_migrate.roll_keys import (
     AGENTIC,
     DEFAULTS,
-    DIFFERS,
     DISTILL,
     ON_POLICY_DISTILL,
     PREFERENCE,
@@ -37,10 +34,9 @@ from roll_migrate.roll_keys import (
     SFT,
     STRATEGIES,
     TEACHER,
-    TRANSFORMERS_DEFAULTS,
 )
 from roll_migrate.roll_pipelines import ON_POLICY, recognise
-from roll_migrate.roll_values import MAX_RUNNING, is_pure
+from roll_migrate.roll_values import is_pure
 from roll_migrate.rules import AnyName, Key, KeyRule, Outcome, value_at
 
 if TYPE_CHECKING:
@@ -61,8 +57,6 @@ TABLES: dict[str, Table] = {
     ON_POLICY: ON_POLICY_DISTILL,
     "reward_flow": REWARD_FLOW,
 }
-TRAINED = {"sft": "sft_train"}
-"""Trained role by pipeline; otherwise `actor_train`."""
 ROLLOUTS = ("rlvr", "agentic", ON_POLICY)
 """Pipelines that train on rollouts of an engine."""
 RENAMED: dict[str, dict[str, KeyPath]] = {
@@ -72,9 +66,6 @@ RENAMED: dict[str, dict[str, KeyPath]] = {
 """Roles that have other names here, by pipeline."""
 ROLE_KEYS = ("model_args", "strategy_args", "device_mapping")
 """Keys of a role. A mapping without them has one role per key."""
-STRATEGY_CONFIG = ("strategy_args", "strategy_config")
-SPLITS_MODEL = ("tensor_model", "pipeline_model", "context")
-"""Kinds of Megatron's parallelism within a replica, whose size is that of a key of `strategy_config`."""
 
 
 def import_roll(path: Path, registry: Registry) -> ImportedConfig:
@@ -90,6 +81,8 @@ def import_roll(path: Path, registry: Registry) -> ImportedConfig:
         source=data,
         pipeline=pipeline,
         table=TABLES[pipeline],
+        defaults=DEFAULTS[pipeline],
+        default_note="ROLL's default",
         registry=registry,
         where=lambda key: str(composed.positions.key(key)),
         composed=composed,
@@ -178,36 +171,10 @@ class _RollConversion(Conversion):
 
     # -- defaults ------------------------------------------------------------------------------------------------------
 
-    def _defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
-        """ROLL's default behaviour where roll-core's differs."""
-        source, trained = self.source, TRAINED.get(self.pipeline, "actor_train")
-        if_present = (GENERATES, trained, "validation", "val_env_manager")
-        added: list[tuple[KeyPath, object, str]] = [
-            (path, value, f"ROLL's default{f'; {DIFFERS[path]}' if path in DIFFERS else ''}")
-            for path, value in DEFAULTS[self.pipeline].items()
-            if path != ("kl_loss_coef",) or source.get("use_kl_loss")
-        ]
-        if self.pipeline in ROLLOUTS and "critic" in self.config:
-            added += [(("critic", *path[1:]), value, "ROLL's default") for path, value in TRANSFORMERS_DEFAULTS.items()]
-            if source.get("ppo_epochs", 1) != 1:
-                added.append((("critic_epochs",), 1, "ROLL's critic passes once over a batch for any ppo_epochs"))
-        if self.pipeline == ON_POLICY and not is_pure(source):
-            added.append((("adv_estimator",), "gae", "ROLL's default"))
-        elif self.pipeline == "distill":
-            added += self._batch(trained)
-        if (
-            self.pipeline == "rlvr"
-            and source.get("async_generation_ratio")
-            and source.get("num_return_sequences_in_group", 1) != 1
-            and "max_running_requests" not in source
-        ):
-            added.append((("max_running_requests",), MAX_RUNNING, "ROLL's default; responses are separate requests"))
-        for name in ("template", "messages", "prompt", "query", "response", "system", "tag", "chosen", "rejected"):
-            column = (trained, "data_args", name)
-            value = value_at(self.config, column) or DEFAULTS[self.pipeline].get(column)
-            if value is not None:
-                added.append((("validation", "data_args", name), value, f"ROLL reads every row as {trained}'s"))
-        return (default for default in added if default[0][0] not in if_present or default[0][0] in self.config)
+    def _defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
+        roles = (GENERATES, "actor_train", "sft_train", "critic", "validation", "val_env_manager")
+        added = Conversion._defaults(self)
+        return (default for default in added if default[0][0] not in roles or default[0][0] in self.config)
 
     def _late_defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
         """Disable a correction that roll-core has by default."""
@@ -215,19 +182,6 @@ class _RollConversion(Conversion):
         if self.pipeline in ROLLOUTS and (is_off_policy or self.quantized):
             note = "as in ROLL, off-policy tokens have no importance weights; remove it to weight them"
             yield (("train_infer_correction", "is_weight", "enabled"), False, note)
-
-    def _batch(self, trained: str) -> list[tuple[KeyPath, object, str]]:
-        """Rows of a batch, which ROLL's distill has for each optimizer step."""
-        role = self.config.get(trained, {})
-        arguments, keys = (value_at(role, path) or {} for path in (("training_args",), STRATEGY_CONFIG))
-        try:
-            number = len(parse_device_mapping(role.get("device_mapping")))
-            number //= prod(int(keys.get(f"{name}_parallel_size", 1)) for name in SPLITS_MODEL)
-            for name, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)):
-                number *= int(arguments.get(name, default))
-        except (TypeError, ValueError, AttributeError):
-            return []
-        return [(("rollout_batch_size",), number, "the rows of an optimizer step")]
 
 
 def _strategy_table(arguments: Mapping[str, Any]) -> Table:

@@ -6,10 +6,13 @@ roll/pipeline/<name>/<name>_config.py. A key is `dead` if no code of ROLL reads 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from roll_migrate import roll_values as values
 from roll_migrate.roll_pipelines import ON_POLICY
 from roll_migrate.rules import (
     AnyName,
+    Default,
     KeyRule,
     Table,
     change,
@@ -17,12 +20,16 @@ from roll_migrate.rules import (
     differs,
     keep,
     keys,
+    lookup,
     refused,
     rename,
     unneeded,
     unsupported,
 )
 from roll_migrate.shared_rules import lora_dropout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 UNDECLARED = dead("not a key of ROLL; its loader ignores it silently")
 ELSEWHERE = dead("ROLL's sft and rlvr do not read it")
@@ -508,70 +515,125 @@ STRATEGIES: dict[str, Table] = {
 }
 """Rules for `strategy_config` that a strategy's own schema cannot express, by the first part of the strategy's name."""
 
+# -- defaults ----------------------------------------------------------------------------------------------------------
 
-def _sampling(*, evaluation: str) -> dict[tuple[str, ...], object]:
+COLUMNS = ("template", "messages", "prompt", "query", "response", "system", "tag", "chosen", "rejected")
+
+
+def _trained(role: str) -> tuple[Default, ...]:
+    """Training arguments of transformers, whose defaults ROLL has."""
+    args = f"{role}.training_args"
+    return (Default(f"{args}.learning_rate", 5e-5), Default(f"{args}.per_device_train_batch_size", 8))
+
+
+def _sampling(evaluation: str) -> tuple[Default, ...]:
     """Defaults of a pipeline with rollouts, whose evaluations are configured under the key `evaluation`."""
-    values = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}
-    roles = ("actor_infer", evaluation)
-    return {("kl_loss_coef",): 0.0} | {
-        (role, "generating_args", name): value for role in roles for name, value in values.items()
-    }
+    sampled = "actor_infer.generating_args"
+    evaluated = f"{evaluation}.generating_args"
+    return (
+        *_trained("actor_train"),
+        *_trained("critic"),
+        Default("kl_loss_coef", 0.0, lambda source: source.get("use_kl_loss")),
+        Default(f"{sampled}.temperature", 0.95, note=f"ROLL's default; {values.AT_TEMPERATURE}"),
+        Default(f"{sampled}.top_p", 0.7),
+        Default(f"{sampled}.top_k", 50),
+        Default(f"{evaluated}.temperature", 0.95),
+        Default(f"{evaluated}.top_p", 0.7),
+        Default(f"{evaluated}.top_k", 50),
+        Default(
+            "critic_epochs",
+            lambda source, config: 1 if "critic" in config else None,
+            lambda source: source.get("ppo_epochs", 1) != 1,
+            "ROLL's critic passes once over a batch for any ppo_epochs",
+        ),
+    )
 
 
-TRANSFORMERS_DEFAULTS: dict[tuple[str, ...], object] = {
-    ("actor_train", "training_args", "learning_rate"): 5e-5,
-    ("actor_train", "training_args", "per_device_train_batch_size"): 8,
-}
-"""Training arguments of transformers, whose defaults ROLL has."""
+def _evaluated(trained: str, **columns: str) -> tuple[Default, ...]:
+    """Columns of evaluation rows, which ROLL reads as the trained role's; `columns` are those by default."""
 
-DEFAULTS: dict[str, dict[tuple[str, ...], object]] = {
-    "rlvr": {
-        **TRANSFORMERS_DEFAULTS,
-        ("num_return_sequences_in_group",): 1,
-        ("adv_estimator",): "gae",
-        **_sampling(evaluation="validation"),
-    },
-    "agentic": {**TRANSFORMERS_DEFAULTS, ("adv_estimator",): "gae", **_sampling(evaluation="val_env_manager")},
-    ON_POLICY: {**TRANSFORMERS_DEFAULTS, ("num_return_sequences_in_group",): 1, **_sampling(evaluation="validation")},
-    "sft": {
-        ("shuffle",): False,
-        ("sft_train", "data_args", "prompt"): "instruction",
-        ("sft_train", "data_args", "response"): "output",
-    },
-    "distill": {
-        **TRANSFORMERS_DEFAULTS,
-        ("distill_data",): "dataset",
-        ("kd_support",): "teacher_topk",
-        ("kd_tail",): "renormalise",
-        ("kd_objective",): "forward_kl",
-        ("kd_coef",): 0.5,
-        ("nll_coef",): 0.5,
-        ("max_grad_norm",): 0.0,
-        ("num_return_sequences_in_group",): 1,
-    },
-    "preference": {
-        **TRANSFORMERS_DEFAULTS,
-        ("actor_train", "data_args", "prompt"): "instruction",
-    },
-    "reward_flow": {
-        ("objective",): "refl",
-        ("num_inference_steps",): 8,
-        ("shift",): 5.0,
-        ("objective_options", "grad_steps"): 4,
-        ("objective_options", "predict"): "sample",
-        ("objective_options", "reward_scale"): 0.625,
-        ("objective_options", "reward_offset"): 0.54,
-        ("objective_options", "kl_coef"): 1.0,
-    },
+    def like_trained(name: str) -> Default:
+        column = f"{trained}.data_args.{name}"
+        return Default(
+            f"validation.data_args.{name}",
+            lambda source, config: lookup(config, column) or columns.get(name),
+            note=f"ROLL reads every row as {trained}'s",
+        )
+
+    defaults = (Default(f"{trained}.data_args.{name}", column) for name, column in columns.items())
+    return (*defaults, *map(like_trained, COLUMNS))
+
+
+def _expands(source: Mapping[str, Any]) -> bool:
+    several = source.get("num_return_sequences_in_group", 1) != 1
+    return bool(source.get("async_generation_ratio")) and several and "max_running_requests" not in source
+
+
+DEFAULTS: dict[str, tuple[Default, ...]] = {
+    "rlvr": (
+        *_sampling("validation"),
+        Default("num_return_sequences_in_group", 1),
+        Default("adv_estimator", "gae"),
+        Default(
+            "max_running_requests",
+            values.MAX_RUNNING,
+            _expands,
+            "ROLL's default; responses are separate requests",
+        ),
+        *_evaluated("actor_train"),
+    ),
+    "agentic": (*_sampling("val_env_manager"), Default("adv_estimator", "gae"), *_evaluated("actor_train")),
+    ON_POLICY: (
+        *_sampling("validation"),
+        Default("num_return_sequences_in_group", 1),
+        Default("adv_estimator", "gae", lambda source: not values.is_pure(source)),
+        *_evaluated("actor_train"),
+    ),
+    "sft": (
+        Default(
+            "shuffle",
+            False,
+            note="ROLL's default; file order; ROLL also drops the last incomplete batch of each epoch",
+        ),
+        *_evaluated("sft_train", prompt="instruction", response="output"),
+    ),
+    "distill": (
+        *_trained("actor_train"),
+        Default("distill_data", "dataset"),
+        Default("kd_support", "teacher_topk"),
+        Default(
+            "kd_tail",
+            "renormalise",
+            note="ROLL's default; logprobs are divided by the probability of the K tokens; `bucket` also compares the"
+            " rest",
+        ),
+        Default("kd_objective", "forward_kl"),
+        Default("kd_coef", 0.5),
+        Default("nll_coef", 0.5),
+        Default("max_grad_norm", 0.0),
+        Default("num_return_sequences_in_group", 1),
+        Default("rollout_batch_size", values.rows_of_a_step, note="the rows of an optimizer step"),
+        *_evaluated("actor_train"),
+    ),
+    "preference": (*_trained("actor_train"), *_evaluated("actor_train", prompt="instruction")),
+    "reward_flow": (
+        Default("objective", "refl"),
+        Default("num_inference_steps", 8),
+        Default("shift", 5.0, note="ROLL's default; the constant of ROLL's scheduler"),
+        Default("objective_options.grad_steps", 4),
+        Default("objective_options.predict", "sample"),
+        Default(
+            "objective_options.reward_scale",
+            0.625,
+            note="ROLL's default; 0.1 / 0.16, constants for its one reward",
+        ),
+        Default("objective_options.reward_offset", 0.54),
+        Default(
+            "objective_options.kl_coef",
+            1.0,
+            note="ROLL's default; ROLL used one noise for all samples, here each has its own",
+        ),
+        *_evaluated("actor_train"),
+    ),
 }
 """ROLL's defaults that differ from roll-core's. A role's defaults are added only if the config has the role."""
-
-DIFFERS: dict[tuple[str, ...], str] = {
-    ("actor_infer", "generating_args", "temperature"): values.AT_TEMPERATURE,
-    ("shift",): "the constant of ROLL's scheduler",
-    ("objective_options", "reward_scale"): "0.1 / 0.16, constants for its one reward",
-    ("objective_options", "kl_coef"): "ROLL used one noise for all samples, here each has its own",
-    ("kd_tail",): "logprobs are divided by the probability of the K tokens; `bucket` also compares the rest",
-    ("shuffle",): "file order; ROLL also drops the last incomplete batch of each epoch",
-}
-"""Notes on keys of `DEFAULTS` whose results still differ from ROLL's."""

@@ -6,6 +6,7 @@ import glob
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.devices import parse_device_mapping
@@ -549,6 +550,24 @@ def distill_loss_weight(value: Any, key: Key) -> Outcome:
     if not value:
         return key.rejected("without a divergence it is sft: import it as sft")
     return key.renamed({"kd_coef": float(value), "nll_coef": 1.0 - value}, "their sum is 1")
+
+
+SPLITS_MODEL = ("tensor_model", "pipeline_model", "context")
+"""Kinds of Megatron's parallelism within a replica, whose size is that of a key of `strategy_config`."""
+
+
+def rows_of_a_step(source: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """Rows of a batch, which ROLL's distill has for each optimizer step."""
+    role = config.get("actor_train", {})
+    arguments, keys = (lookup(role, key) or {} for key in ("training_args", "strategy_args.strategy_config"))
+    try:
+        number = len(parse_device_mapping(role.get("device_mapping")))
+        number //= prod(int(keys.get(f"{name}_parallel_size", 1)) for name in SPLITS_MODEL)
+        for name, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)):
+            number *= int(arguments.get(name, default))
+    except (TypeError, ValueError, AttributeError):
+        return None
+    return number
 
 
 def is_pure(source: Mapping[str, Any]) -> bool:
