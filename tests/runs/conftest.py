@@ -11,7 +11,7 @@ import pytest
 from roll_core.builtin.cpu import CpuPlatform
 from roll_executor_ray import instance as ray_instance
 from roll_executor_ray.instance import RayInstance
-from roll_testing.runs import REWARDS, Runs
+from shared_tests.runs import REWARDS, PipelineRuns
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -54,7 +54,7 @@ def connected_ray() -> Iterator[None]:
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineRuns:
     """Every test that uses it runs on both executors: pipelines cannot tell them apart.
 
     Starting workers takes Ray longer than the run itself. Without `ROLL_EVERY_EXECUTOR=1`, which `.ci/run full` sets,
@@ -68,19 +68,19 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.fixture(params=[pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def ray_runs(
     request: pytest.FixtureRequest, connected_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Runs:
+) -> PipelineRuns:
     """For what only several workers can show."""
     return _prepare(request.param, tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineRuns:
     """For faults that are put into this process."""
     return _prepare("local", tmp_path, monkeypatch)
 
 
-def _prepare(executor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def _prepare(executor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineRuns:
     (folder / "rollrewards.py").write_text(REWARDS, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.chdir(folder)
-    return Runs(folder, executor)
+    return PipelineRuns(folder, executor)

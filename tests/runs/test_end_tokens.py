@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from roll_core.cli import main as cli
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import TokenizerConfig
-from roll_testing.runs import TINY, Runs
+from roll_testing.runs import TINY
+from shared_tests.runs import PipelineRuns
 
 EOS, END = 1, 2
 TEMPLATE = (
@@ -38,7 +39,7 @@ def write_model(folder: Path, *, eos: int, generation: int | list[int] | None, t
     return str(folder)
 
 
-def config(runs: Runs, model: str, **given: Any) -> dict[str, Any]:
+def config(runs: PipelineRuns, model: str, **given: Any) -> dict[str, Any]:
     """SFT with generated validation."""
     made = runs.sft(max_steps=40, eval_steps=40, pretrain=model, response_length=12, **given)
     del made["tokenizer"], made["sft_train"]["model_args"]["random_init"]
@@ -49,7 +50,7 @@ def config(runs: Runs, model: str, **given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("generation", [EOS, None], ids=["generation_config", "config"])
-def test_the_tokenizers_end_token_ends_responses(local_runs: Runs, generation: int | None) -> None:
+def test_the_tokenizers_end_token_ends_responses(local_runs: PipelineRuns, generation: int | None) -> None:
     model = write_model(local_runs.folder / "model", eos=END, generation=generation)
     result = local_runs.ok(config(local_runs, model))
     samples = [json.loads(line) for line in (result.run_dir.path / "samples.jsonl").read_text().splitlines()]
@@ -67,7 +68,7 @@ def test_the_tokenizers_end_token_ends_responses(local_runs: Runs, generation: i
 
 
 @pytest.mark.parametrize("export", ["preference", "adapter", "convert"])
-def test_every_export_has_the_trained_end_token(local_runs: Runs, export: str) -> None:
+def test_every_export_has_the_trained_end_token(local_runs: PipelineRuns, export: str) -> None:
     model = write_model(local_runs.folder / "model", eos=END, generation=EOS)
     made = local_runs.preference(max_steps=1, eval_steps=0, pretrain=model, loss_type="simpo")
     del made["tokenizer"], made["actor_train"]["model_args"]["random_init"]

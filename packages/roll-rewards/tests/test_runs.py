@@ -17,7 +17,8 @@ from roll_core.spec.providers import RewardProvider
 from roll_rewards import checks, sandbox
 from roll_rewards.composite import CLASSES
 from roll_testing.errors import mentions
-from roll_testing.runs import REWARDS, TINY, Runs
+from roll_testing.runs import TINY, Runs
+from shared_tests.runs import REWARDS
 
 NEEDS_ISOLATION = pytest.mark.skipif(bool(sandbox.probe()), reason=f"no isolation on this host: {sandbox.probe()}")
 

@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from roll_testing.runs import Runs
+    from shared_tests.runs import PipelineRuns
 
 MODEL = {
     "_class_name": "SD3Transformer2DModel",
@@ -52,11 +52,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def flow_runs(folder: Path) -> Runs:
+def flow_runs(folder: Path) -> PipelineRuns:
     """Runs in this process, with rows, images and the module `imagerewards`; `folder` must be on the module path."""
     from PIL import Image
 
-    from roll_testing.runs import Runs
+    from shared_tests.runs import PipelineRuns
 
     (folder / "imagerewards.py").write_text(REWARDS, encoding="utf-8")
     sys.modules.pop("imagerewards", None)
@@ -68,10 +68,10 @@ def flow_runs(folder: Path) -> Runs:
         for at, (colour, place) in enumerate([(c, p) for c in ("red", "green", "blue") for p in ("left", "right")], 1)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return Runs(folder, "local")
+    return PipelineRuns(folder, "local")
 
 
-def flow_config(runs: Runs, objective: str, **given: Any) -> dict[str, Any]:
+def flow_config(runs: PipelineRuns, objective: str, **given: Any) -> dict[str, Any]:
     """Config of a run of an objective."""
     base = runs.base("reward_flow")
     for key in ("tokenizer", "prompt_length", "response_length"):
@@ -110,6 +110,6 @@ def flow_config(runs: Runs, objective: str, **given: Any) -> dict[str, Any]:
     return config
 
 
-def validated(runs: Runs) -> dict[str, Any]:
+def validated(runs: PipelineRuns) -> dict[str, Any]:
     """`validation` on the same rows."""
     return {"data_args": {"file_name": str(runs.folder / "rows.jsonl")}, "num_images_per_prompt": 2}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import random
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -39,7 +38,7 @@ class Runs:
     """A directory with data, and configs that are run in this process."""
 
     def __init__(self, folder: Path, executor: str) -> None:
-        """Write the data: `train.jsonl` and `val.jsonl`, and the pairs `train.pairs.jsonl` and `val.pairs.jsonl`."""
+        """Write the data, `train.jsonl` and `val.jsonl`."""
         self.folder, self.executor = folder, executor
         self.registry = load_registry()
         rng = random.Random(0)
@@ -49,8 +48,7 @@ class Runs:
             for i, d in enumerate(digits)
         ]
         for name, part in (("train", rows[:64]), ("val", rows[64:])):
-            for file, written in ((f"{name}.jsonl", part), (f"{name}.pairs.jsonl", map(_pair, part))):
-                (folder / file).write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
 
     def base(self, pipeline: str) -> dict[str, Any]:
         """Keys of every run."""
@@ -72,8 +70,8 @@ class Runs:
         """`model_args` of a trained role, without its model."""
         return {"dtype": "fp32", "disable_gradient_checkpointing": True}
 
-    def sft(self, **given: Any) -> dict[str, Any]:
-        """Config of the pipeline `sft`, with the keys `given`."""
+    def sft(self, **keys: Any) -> dict[str, Any]:
+        """Config of the pipeline `sft`, with `keys`."""
         return (
             self.base("sft")
             | {
@@ -87,74 +85,11 @@ class Runs:
                 },
                 "validation": {"data_args": {"file_name": str(self.folder / "val.jsonl")}},
             }
-            | given
+            | keys
         )
 
-    def preference(self, pipeline: str = "preference", **given: Any) -> dict[str, Any]:
-        """Config of `preference` or `reward_model`, on pairs of sorted digits and other digits."""
-        role = self.sft()["sft_train"]
-        role["data_args"] = {"file_name": str(self.folder / "train.pairs.jsonl")}
-        role["training_args"] |= {"learning_rate": 3e-3, "lr_scheduler_type": "constant"}
-        return (
-            self.base(pipeline)
-            | {
-                "max_steps": 3,
-                "eval_steps": 3,
-                "reward_train" if pipeline == "reward_model" else "actor_train": role,
-                "validation": {"data_args": {"file_name": str(self.folder / "val.pairs.jsonl")}},
-            }
-            | given
-        )
-
-    def distill(self, **given: Any) -> dict[str, Any]:
-        """Config of `distill`, without unused keys: a teacher with random weights, wider than the student."""
-        base = self.rlvr() | {"pipeline": "distill", "exp_name": "distill"}
-        del base["rewards"]
-        wider = {**TINY, "hidden_size": 48, "initializer_range": 0.3}
-        teacher = {
-            "model_args": {"dtype": "fp32", "random_init": wider},
-            "strategy_args": {"strategy_name": "hf_infer"},
-            "device_mapping": [0],
-        }
-        config = base | {"teachers": {"main": teacher}} | given
-        samples = config.get("distill_data") == "teacher"
-        if samples:
-            config["teacher_infer"] = teacher
-        if (samples and "kd_support" not in given) or given.get("self_teacher") or given.get("kd_support") == "stored":
-            del config["teachers"]
-        if config.get("distill_data") in ("dataset", "teacher"):
-            del config["actor_infer"]
-        return config
-
-    def on_ranks(
-        self, config: dict[str, Any], strategy: str, ranks: int, *, replicas: int = 1, **strategy_config: Any
-    ) -> dict[str, Any]:
-        """The config with the roles that train or score on `ranks` ranks, and as many sequences in a step.
-
-        `strategy` is the beginning of the names: `hf` of `hf_train` and `hf_infer`.
-        """
-        found = deepcopy(config) | {"executor": "ray", "num_gpus_per_node": ranks}
-        roles = {**found, **found.get("teachers", {})}
-        for name, role in roles.items():
-            if isinstance(role, dict) and "strategy_args" in role and name not in ("actor_infer", "teacher_infer"):
-                trains = "training_args" in role
-                chosen = f"{strategy}_{'train' if trains else 'infer'}"
-                role["strategy_args"] = {"strategy_name": chosen, "strategy_config": strategy_config}
-                role["device_mapping"] = list(range(ranks))
-                if trains:
-                    role["training_args"]["per_device_train_batch_size"] //= replicas
-        return found
-
-    def learnt(self, result: RunResult) -> list[dict[str, float]]:
-        """Metrics of training and validation of each step, without learning rate and time."""
-        learnt = ("train/", "val/", "actor/", "distillation/")
-        return [
-            {name: value for name, value in line.items() if name.startswith(learnt) and not name.endswith("/lr")}
-            for line in self.metrics(result)
-        ]
-
-    def rlvr(self, **given: Any) -> dict[str, Any]:
-        """Config of the pipeline `rlvr`, with the keys `given`."""
+    def rlvr(self, **keys: Any) -> dict[str, Any]:
+        """Config of the pipeline `rlvr`, with `keys`."""
         return (
             self.base("rlvr")
             | {
@@ -175,25 +110,8 @@ class Runs:
                 },
                 "rewards": {"digits": {"reward": "function", "function": "rollrewards:share_of_digits"}},
             }
-            | given
+            | keys
         )
-
-    def ahead(
-        self, strategy: str, ranks: int, *, replicas: int = 1, **strategy_config: Any
-    ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-        """Metrics of `rlvr` with generation one step ahead of training, on the engine's own slot.
-
-        First those of the policy on `ranks` ranks, then those of one rank of `hf_train` on the recorded rollouts.
-        """
-        (self.folder / "rollrewards.py").write_text(REWARDS, encoding="utf-8")
-        config = self.rlvr(exp_name="ahead", async_generation_ratio=1.0, record_rollouts=True)
-        config["actor_infer"]["device_mapping"] = [ranks]
-        config = self.on_ranks(config, strategy, ranks, replicas=replicas, **strategy_config)
-        recorded = self.ok(config | {"num_gpus_per_node": ranks + 1})
-        replay = {"async_generation_ratio": 1.0, "replay_rollouts": str(recorded.run_dir.path), "num_gpus_per_node": 2}
-        alone = self.rlvr(exp_name="alone", **replay)
-        alone["actor_infer"]["device_mapping"] = [1]
-        return self.learnt(recorded), self.learnt(self.ok(alone))
 
     def run(self, config: dict[str, Any], *overrides: str) -> RunResult:
         """Run a config with overrides such as `seed=1`; `self.screen` has the console's text."""
@@ -219,47 +137,9 @@ class Runs:
         return result
 
 
-def _pair(row: dict[str, Any]) -> dict[str, Any]:
-    right = row["response"]
-    wrong = right[::-1] if right[::-1] != right else right + "0"
-    kept = {name: row[name] for name in ("id", "prompt", "ground_truth")}
-    return kept | {"chosen": right, "rejected": wrong, "margin": 0.5}
-
-
 REWARDS = '''
 def share_of_digits(prompt, response, **row):
     """Something that differs between responses, so that there is an advantage."""
     return sum(c.isdigit() for c in response) / 6 + (len(response) % 2)
-
-def components(prompt, response, **row):
-    digits, odd = sum(c.isdigit() for c in response) / 6, float(len(response) % 2)
-    return {"value": digits + odd, "digits": digits, "odd": odd, "answer": response}
-
-def constant(prompt, response, **row):
-    return 1.0
-
-def broken(prompt, response, **row):
-    raise RuntimeError("the judge is out")
-
-def sometimes(prompt, response, **row):
-    if len(response) % 2:
-        raise RuntimeError("odd")
-    return float(len(response))
-
-def flaky(prompt, response, **row):
-    """Fails the first two times that it sees a response."""
-    import hashlib, pathlib
-    seen = pathlib.Path(__file__).with_name("seen") / hashlib.sha256(f"{prompt}|{response}".encode()).hexdigest()
-    seen.parent.mkdir(exist_ok=True)
-    times = len(seen.read_text()) if seen.exists() else 0
-    seen.write_text("." * (times + 1))
-    if times < 2:
-        raise RuntimeError("not yet")
-    return share_of_digits(prompt, response)
-
-def endless(prompt, response, **row):
-    import pathlib, time
-    pathlib.Path("judging").touch()
-    time.sleep(60)
 '''
 """Module `rollrewards` of rewards, to be written into the folder of the runs."""
