@@ -63,8 +63,8 @@ class FunctionTests(PackagingTests):
 
     def _target(self) -> Callable[..., Any]:
         self._engine_or_skip()
-        found: Callable[..., Any] = load_target(self.provider.target, owner=self.name)
-        return found
+        function: Callable[..., Any] = load_target(self.provider.target, owner=self.name)
+        return function
 
     def _function(self) -> Callable[..., Any]:
         """The function with its options, validated as in a config."""
@@ -87,11 +87,11 @@ class AdvantageConformance(FunctionTests):
     def test_results_have_their_form(self) -> None:
         """`[T]`, floating point, without gradients; `token_rewards_T` and `returns_T` likewise if they are set."""
         batch = self._batch()
-        found = self._function()(batch)
-        assert isinstance(found, AdvantageOutput), f"returned {type(found).__name__}, expected AdvantageOutput"
+        output = self._function()(batch)
+        assert isinstance(output, AdvantageOutput), f"returned {type(output).__name__}, expected AdvantageOutput"
         if self.provider.needs_critic:
-            assert found.returns_T is not None, "needs_critic is set, but there are no returns_T"
-        for name, tensor in _tensors(found).items():
+            assert output.returns_T is not None, "needs_critic is set, but there are no returns_T"
+        for name, tensor in _tensors(output).items():
             assert tensor.shape == batch.mask_T.shape, f"{name} is {tuple(tensor.shape)}, expected [T]"
             assert tensor.is_floating_point(), f"{name} is {tensor.dtype}, expected floating point"
             assert not tensor.requires_grad, f"{name} has gradients"
@@ -103,17 +103,17 @@ class AdvantageConformance(FunctionTests):
         cases["large rewards"] = replace(batch, scores_S=batch.scores_S * 1e4)
         if not self.provider.needs_groups:
             cases["groups of one"] = replace(batch, groups_S=torch.arange(len(batch.scores_S)))
-        for case, each in cases.items():
-            for name, tensor in _tensors(self._function()(each)).items():
+        for case, case_batch in cases.items():
+            for name, tensor in _tensors(self._function()(case_batch)).items():
                 assert torch.isfinite(tensor).all(), f"{case}: {name} is not finite"
 
     def test_results_are_zero_off_the_mask(self) -> None:
         """Tokens that the policy did not generate have no advantage."""
         batch = self._batch()
-        found = self._function()(batch)
-        for name, tensor in _tensors(found).items():
+        output = self._function()(batch)
+        for name, tensor in _tensors(output).items():
             assert not tensor[~batch.mask_T].any(), f"{name} is not 0 at tokens that the policy did not generate"
-        assert found.advantages_T[batch.mask_T].any(), "every advantage is 0, although the rewards differ"
+        assert output.advantages_T[batch.mask_T].any(), "every advantage is 0, although the rewards differ"
 
     def test_the_input_stays_as_it_is(self) -> None:
         """An estimator must not modify its input."""
@@ -132,15 +132,15 @@ class AdvantageConformance(FunctionTests):
     def test_results_do_not_depend_on_the_order_of_groups(self) -> None:
         """A batch with its groups in reverse order must have the same advantages."""
         expected = self._function()(self._batch()).advantages_T.split(self._lengths(range(NUM_GROUPS)))
-        found = self._function()(self._batch(reversed(range(NUM_GROUPS)))).advantages_T
-        parts = found.split(self._lengths(reversed(range(NUM_GROUPS))))[::-1]
+        advantages_T = self._function()(self._batch(reversed(range(NUM_GROUPS)))).advantages_T
+        parts = advantages_T.split(self._lengths(reversed(range(NUM_GROUPS))))[::-1]
         for group, (one, other) in enumerate(zip(expected, parts, strict=True)):
             assert torch.allclose(one, other, atol=ATOL), f"group {group} has other advantages in another order"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _lengths(self, groups: Any) -> list[int]:
-        return [sum(5 + (group + at) % 3 for at in range(GROUP_SIZE)) for group in groups]
+        return [sum(5 + (group + index) % 3 for index in range(GROUP_SIZE)) for group in groups]
 
     def _batch(self, groups: Any = range(NUM_GROUPS)) -> AdvantageInput:
         """Rollouts of 2 prompt tokens and 3 to 5 response tokens; the last but one is not the policy's."""
@@ -148,13 +148,13 @@ class AdvantageConformance(FunctionTests):
         masks, scores, values, kls, lengths = [], [], [], [], []
         for group in order:
             random = np.random.default_rng(group)
-            for at in range(GROUP_SIZE):
-                length = 5 + (group + at) % 3
+            for index in range(GROUP_SIZE):
+                length = 5 + (group + index) % 3
                 mask = np.arange(length) >= 2
                 mask[-2] = False
                 masks.append(mask)
                 lengths.append(length)
-                scores.append(0.3 * group + (at % 3) * 0.5)
+                scores.append(0.3 * group + (index % 3) * 0.5)
                 values.append(random.normal(size=length) * mask)
                 kls.append(random.random(length) * 0.1 * mask)
         number = len(lengths)
@@ -245,10 +245,10 @@ class PolicyLossConformance(FunctionTests):
 
     def test_the_loss_does_not_depend_on_the_split(self) -> None:
         """Sequences must have the same loss per token alone as with others. Rollouts stay whole."""
-        whole, _ = self._loss(_micro(range(4)), _logprobs(_micro(range(4)), 0.3))
-        parts = [self._loss(_micro([at]), _logprobs(_micro([at]), 0.3))[0] for at in range(4)]
+        together, _ = self._loss(_micro(range(4)), _logprobs(_micro(range(4)), 0.3))
+        parts = [self._loss(_micro([index]), _logprobs(_micro([index]), 0.3))[0] for index in range(4)]
         mask_T = _micro(range(4)).loss_mask_T
-        assert torch.allclose(whole[mask_T], torch.cat(parts)[mask_T], atol=ATOL), (
+        assert torch.allclose(together[mask_T], torch.cat(parts)[mask_T], atol=ATOL), (
             "a sequence's loss depends on the other sequences of the micro-batch"
         )
 
@@ -257,14 +257,14 @@ class PolicyLossConformance(FunctionTests):
 
         The rows of a rollout are in one micro-batch if the record declares `whole_rollouts`, else in different ones.
         """
-        whole = [replace(each, rollout=at) for at, each in enumerate(_sequences(range(4)))]
-        rows = cut_rollouts(whole)
+        rollouts = [replace(sequence, rollout=index) for index, sequence in enumerate(_sequences(range(4)))]
+        rows = cut_rollouts(rollouts)
         if self.provider.whole_rollouts:
-            rows = [replace(each, unit=each.rollout) for each in rows]
+            rows = [replace(row, unit=row.rollout) for row in rows]
         for mode in get_args(Aggregation):
-            expected, gradients = self._aggregated(whole, mode)
-            found, others = self._aggregated(rows, mode)
-            assert abs(found - expected) < ATOL, f"{mode}: the loss is {found:.6g} in rows, {expected:.6g} as a whole"
+            expected, gradients = self._aggregated(rollouts, mode)
+            loss, others = self._aggregated(rows, mode)
+            assert abs(loss - expected) < ATOL, f"{mode}: the loss is {loss:.6g} in rows, {expected:.6g} as a whole"
             assert others.keys() == gradients.keys()
             wrong = [token for token, value in gradients.items() if abs(others[token] - value) > ATOL]
             assert not wrong, f"{mode}: {len(wrong)} tokens have another gradient if their rollout is cut into rows"
@@ -300,10 +300,10 @@ class PolicyLossConformance(FunctionTests):
         return loss, gradients
 
     def _loss(self, micro: MicroBatch, logprobs_T: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        found: tuple[Tensor, Mapping[str, Tensor]] = self._function()(
+        result: tuple[Tensor, Mapping[str, Tensor]] = self._function()(
             logprobs_T, micro, PolicyLossParams(options=dict(self.options))
         )
-        return found
+        return result
 
     def _masked(self, micro: MicroBatch, distance: float) -> tuple[Tensor, Tensor]:
         """Logprobs at a distance to the old ones, and the loss of the mask's tokens."""
@@ -314,25 +314,25 @@ class PolicyLossConformance(FunctionTests):
 
 def _sequences(sequences: Any) -> list[TrainSequence]:
     """Sequences of 2 prompt tokens and 3 to 5 response tokens."""
-    found = []
-    for at in sequences:
-        random, length = np.random.default_rng(at), 5 + at % 3
+    result = []
+    for index in sequences:
+        random, length = np.random.default_rng(index), 5 + index % 3
         mask = np.arange(length) >= 2
         old = np.where(mask, -random.random(length) - 0.1, 0).astype(np.float32)
-        advantages = np.where(mask, (-1) ** at * (0.5 + random.random(length)), 0).astype(np.float32)
-        found.append(
+        advantages = np.where(mask, (-1) ** index * (0.5 + random.random(length)), 0).astype(np.float32)
+        result.append(
             TrainSequence(
-                id=str(at),
+                id=str(index),
                 tokens=random.integers(2, 30, length),
                 loss_mask=mask,
-                group=at // 2,
+                group=index // 2,
                 old_logprobs=old,
                 behaviour_logprobs=old.copy(),
                 ref_logprobs=(old - 0.1 * mask).astype(np.float32),
                 advantages=advantages,
             )
         )
-    return found
+    return result
 
 
 def _micro(sequences: Any) -> MicroBatch:
@@ -350,9 +350,9 @@ def _logprobs(micro: MicroBatch, distance: float = 0.0) -> Tensor:
 
 def _tensors(record: Any) -> dict[str, Tensor]:
     return {
-        each.name: value
-        for each in dataclasses.fields(record)
-        if isinstance(value := getattr(record, each.name), torch.Tensor)
+        field.name: value
+        for field in dataclasses.fields(record)
+        if isinstance(value := getattr(record, field.name), torch.Tensor)
     }
 
 

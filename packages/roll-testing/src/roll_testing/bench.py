@@ -160,7 +160,7 @@ def share(strategy: TrainStrategy, sequences: Sequence[TrainSequence]) -> list[T
 
 def micros(mine: Sequence[TrainSequence], batch: Sequence[TrainSequence], split: Split) -> list[MicroBatch]:
     """Pack this rank's sequences into microbatches, with the loss denominators of the whole batch."""
-    denominators = count_totals(batch, max_length=max(len(each) for each in batch))
+    denominators = count_totals(batch, max_length=max(len(sequence) for sequence in batch))
     return pack(mine, totals=denominators, max_sequences=split.max_sequences, max_tokens=split.max_tokens)
 
 
@@ -182,8 +182,8 @@ def accumulate(strategy: TrainStrategy, step: Step | ModuleStep) -> dict[str, fl
     """Accumulate gradients of this rank's share and return its summed metrics."""
     metrics: dict[str, float] = {}
     for part in range(step.calls):
-        for each in _backward(strategy, step, part):
-            for name, value in each.items():
+        for micro_metrics in _backward(strategy, step, part):
+            for name, value in micro_metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value
     return metrics
 
@@ -212,13 +212,13 @@ def module_outputs(
 
     Empty on ranks that are not leaders.
     """
-    found: dict[str, dict[str, Floats]] = {}
+    by_name: dict[str, dict[str, Floats]] = {}
     batches = module_share(strategy, rows, max_rows)
     for batch, answer in zip(batches, strategy.run_module(batches, program), strict=True):
         for name, tensor in answer.items():
             assert not tensor.requires_grad, f"output {name} of run_module has gradients"
-            found.setdefault(name, {}).update(zip(batch.ids, as_array(tensor), strict=True))
-    return found if strategy.data_rank.leader else {}
+            by_name.setdefault(name, {}).update(zip(batch.ids, as_array(tensor), strict=True))
+    return by_name if strategy.data_rank.leader else {}
 
 
 def weights(strategy: TrainStrategy) -> Arrays:
@@ -234,29 +234,29 @@ def outputs(
 
     Empty on ranks that are not leaders.
     """
-    found: dict[str, dict[str, Floats]] = {}
+    by_name: dict[str, dict[str, Floats]] = {}
     mine = micros(share(strategy, sequences), sequences, split)
     for micro, answer in zip(mine, strategy.forward_all(mine, want), strict=True):
         for name, tensor in present(answer).items():
             rows = as_array(tensor)
             bounds = np.cumsum((0, *micro.lengths))
-            for at, sequence_id in enumerate(micro.ids):
-                found.setdefault(name, {})[sequence_id] = rows[bounds[at] : bounds[at + 1]]
-    return found if strategy.data_rank.leader else {}
+            for index, sequence_id in enumerate(micro.ids):
+                by_name.setdefault(name, {})[sequence_id] = rows[bounds[index] : bounds[index + 1]]
+    return by_name if strategy.data_rank.leader else {}
 
 
-def present(found: TokenOutputs) -> dict[str, Tensor]:
+def present(token_outputs: TokenOutputs) -> dict[str, Tensor]:
     """Return the outputs that are not None, by name."""
     named = {
-        "logprobs": found.logprobs_T,
-        "entropy": found.entropy_T,
-        "values": found.values_T,
-        "topk_logprobs": found.topk_logprobs_TK,
-        "topk_ids": found.topk_ids_TK,
-        "gathered_logprobs": found.gathered_logprobs_TK,
-        "hidden": found.hidden_TH,
-        "compared": found.compared_T,
-        "routing_disagreement": found.routing_disagreement_T,
+        "logprobs": token_outputs.logprobs_T,
+        "entropy": token_outputs.entropy_T,
+        "values": token_outputs.values_T,
+        "topk_logprobs": token_outputs.topk_logprobs_TK,
+        "topk_ids": token_outputs.topk_ids_TK,
+        "gathered_logprobs": token_outputs.gathered_logprobs_TK,
+        "hidden": token_outputs.hidden_TH,
+        "compared": token_outputs.compared_T,
+        "routing_disagreement": token_outputs.routing_disagreement_T,
     }
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -53,8 +53,8 @@ class TrainContractTests(TrainKit):
 
         `close` must never raise, even if called twice.
         """
-        (found,) = self.run(call_before_build, self._trained_on_one(case), self._step(), str(tmp_path))
-        for name, error in found.items():
+        (errors,) = self.run(call_before_build, self._trained_on_one(case), self._step(), str(tmp_path))
+        for name, error in errors.items():
             closes = name.startswith("close")
             assert not closes or error is None, f"{name} before build raised {error}"
             if not closes:
@@ -79,8 +79,8 @@ class TrainContractTests(TrainKit):
 
         Training must raise `UnsupportedError`.
         """
-        found, errors = self.run(only_score, self._on_one(case), self._step(), SCORES)[0]
-        check_rows("logprobs", found["logprobs"], self._reference_scores(case), 1e-4)
+        scores, errors = self.run(only_score, self._on_one(case), self._step(), SCORES)[0]
+        check_rows("logprobs", scores["logprobs"], self._reference_scores(case), 1e-4)
         for call, error in errors.items():
             expect(error, UnsupportedError, f"{call} of a role without training settings")
 
@@ -104,15 +104,15 @@ class TrainContractTests(TrainKit):
         Each must be a detached float32 tensor `[T]` with 0 at the first token of each sequence.
         """
         batch = self.batch()
-        size = sum(len(each) for each in batch)
+        size = sum(len(sequence) for sequence in batch)
         for want, names in (
             (WantedOutputs(logprobs=True), {"logprobs"}),
             (WantedOutputs(entropy=True), {"entropy"}),
             (WantedOutputs(logprobs=True, entropy=True), {"logprobs", "entropy"}),
         ):
-            found = self.run(describe_outputs, self._on_one(case), batch, want)[0]
-            check_names(found, dict.fromkeys(names))
-            for name, (shape, dtype, gradients, first) in found.items():
+            described = self.run(describe_outputs, self._on_one(case), batch, want)[0]
+            check_names(described, dict.fromkeys(names))
+            for name, (shape, dtype, gradients, first) in described.items():
                 assert (shape, dtype, gradients, first) == ((size,), "float32", False, 0.0), (
                     f"{name}: shape {shape}, {dtype}, {'with' if gradients else 'without'} gradients, up to {first}"
                     f" at first tokens; expected ({size},), float32, without gradients, 0"
@@ -157,8 +157,12 @@ class TrainContractTests(TrainKit):
         if self.can.gathered:
             want = WantedOutputs(gathered=True)
             for error, ids in ((UnsupportedError, (0,) * many), (DataError, (self.vocab_size,))):
-                given = [replace(each, gather_ids=np.tile(np.array(ids), (len(each), 1))) for each in batch]
-                expect(self.run(want_undeclared, case, given, want)[0], error, f"{len(ids)} given ids up to {max(ids)}")
+                with_ids = [
+                    replace(sequence, gather_ids=np.tile(np.array(ids), (len(sequence), 1))) for sequence in batch
+                ]
+                expect(
+                    self.run(want_undeclared, case, with_ids, want)[0], error, f"{len(ids)} given ids up to {max(ids)}"
+                )
 
     def test_logprobs_of_a_scalar_head_are_refused(self, case: Case, scalar_task: Task) -> None:
         """A model with a scalar head has no logprobs, so requesting them must raise `UnsupportedError`."""
@@ -182,13 +186,13 @@ class TrainContractTests(TrainKit):
         )
         if self.provider.forward_only:
             return
-        suites = [type(self), *(each for each in _below(TrainContractTests) if each.name == self.name)]
+        suites = [type(self), *(suite for suite in _below(TrainContractTests) if suite.name == self.name)]
         for kind in filter(lambda name: getattr(self.can, name), get_args(ModelParallelism)):
             shown = [suite().shows(kind) for suite in suites if kind in suite.parallelism]
             assert shown, (
                 f'{self.name} declares {kind}, but no suite tests it; set parallelism = {{"{kind}": <variant>}}'
             )
-            if problems := [each for each in shown if each]:
+            if problems := [problem for problem in shown if problem]:
                 raise AssertionError(f"{self.name} declares {kind}: {problems[0]}")
 
     def shows(self, kind: ModelParallelism) -> str:
@@ -212,9 +216,9 @@ class TrainContractTests(TrainKit):
         Its size must be the same on every rank.
         """
         self.need_training()
-        places = [each.data_rank for each in self.run(train, case.with_(training=TRAINING), [self._step()])]
-        sizes = {each.size for each in places}
-        leaders = sorted(each.index for each in places if each.leader)
+        places = [answer.data_rank for answer in self.run(train, case.with_(training=TRAINING), [self._step()])]
+        sizes = {place.size for place in places}
+        leaders = sorted(place.index for place in places if place.leader)
         if len(sizes) != 1 or leaders != list(range(places[0].size)):
             raise AssertionError(f"the data ranks of {world_size} ranks do not fit together: {places}")
 
@@ -225,10 +229,12 @@ class TrainContractTests(TrainKit):
         """
         self.need_training()
         answers: tuple[Trained, ...] = self.run(train, case.with_(training=TRAINING), [self._step()])
-        for rank, each in enumerate(answers):
-            assert each.stats == answers[0].stats, f"rank {rank} reports {each.stats[0]}, rank 0 {answers[0].stats[0]}"
-            if each.data_rank.leader:
-                check_same(f"weights of rank {rank}", each.after, answers[0].after)
+        for rank, answer in enumerate(answers):
+            assert answer.stats == answers[0].stats, (
+                f"rank {rank} reports {answer.stats[0]}, rank 0 {answers[0].stats[0]}"
+            )
+            if answer.data_rank.leader:
+                check_same(f"weights of rank {rank}", answer.after, answers[0].after)
 
     def test_exports_keep_names_and_order(self, case: Case, world_size: int) -> None:
         """`export_weights` must yield detached tensors with the reference's names and shapes, each name once.
@@ -261,14 +267,14 @@ class TrainContractTests(TrainKit):
         return self.reference(case).by_sequence(self.batch(), SCORES)["logprobs"]
 
 
-def _same_rows(whose: str, event: str, found: Rows, expected: Rows) -> None:
+def _same_rows(whose: str, event: str, actual: Rows, expected: Rows) -> None:
     for name, rows in expected.items():
-        check_rows(f"{name} of {whose} after {event}", found[name], rows, 0.0)
+        check_rows(f"{name} of {whose} after {event}", actual[name], rows, 0.0)
 
 
 def _below(kind: type[TrainContractTests]) -> list[type[TrainContractTests]]:
     """Return all subclasses defined so far, direct and indirect."""
-    found: list[type[TrainContractTests]] = []
-    for each in kind.__subclasses__():
-        found += [each, *_below(each)]
-    return found
+    subclasses: list[type[TrainContractTests]] = []
+    for subclass in kind.__subclasses__():
+        subclasses += [subclass, *_below(subclass)]
+    return subclasses

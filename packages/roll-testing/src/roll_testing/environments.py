@@ -48,14 +48,14 @@ class Episode:
     @property
     def rewards(self) -> dict[str, list[float]]:
         """Rewards of turns, by player. Each player with a turn has a key."""
-        found: dict[str, list[float]] = {}
+        by_player: dict[str, list[float]] = {}
         player = self.opening.player or next(iter(self.opening.players), "")
         for turn in self.turns:
-            found.setdefault(player, []).extend([] if turn.reward is None else [turn.reward])
+            by_player.setdefault(player, []).extend([] if turn.reward is None else [turn.reward])
             for name, reward in turn.rewards.items():
-                found.setdefault(name, []).append(reward)
+                by_player.setdefault(name, []).append(reward)
             player = turn.player or player
-        return found
+        return by_player
 
     @property
     def totals(self) -> list[float]:
@@ -123,8 +123,8 @@ class EnvironmentConformance:
         """At least two seeds must differ in their opening or in what the same replies lead to."""
         if not self.varies:
             pytest.skip("varies is False")
-        found = {self._run(seed, ["", *self.replies(self.seeds[0])]).text for seed in self.seeds}
-        assert len(found) > 1, f"the seeds {self.seeds} all give the same episode"
+        texts = {self._run(seed, ["", *self.replies(self.seeds[0])]).text for seed in self.seeds}
+        assert len(texts) > 1, f"the seeds {self.seeds} all give the same episode"
 
     def test_instances_share_nothing(self) -> None:
         """Two episodes that take turns must return what each returns alone."""
@@ -135,18 +135,18 @@ class EnvironmentConformance:
         async def together() -> list[str]:
             environments = [self.create() for _ in seeds]
             openings = [
-                await self._call(each, "reset", dict(self.task), seed)
-                for each, seed in zip(environments, seeds, strict=True)
+                await self._call(environment, "reset", dict(self.task), seed)
+                for environment, seed in zip(environments, seeds, strict=True)
             ]
             turns: list[list[Turn]] = [[] for _ in seeds]
             for number in range(max(map(len, plans))):
-                for at, plan in enumerate(plans):
-                    if number < len(plan) and not (turns[at] and _ended(turns[at][-1])):
-                        turns[at].append(await self._call(environments[at], "step", _reply(plan[number])))
-            scores = [await self._call(each, "score") for each in environments]
-            for each in environments:
-                await self._call(each, "close")
-            return [Episode(*each).text for each in zip(openings, map(tuple, turns), scores, strict=True)]
+                for index, plan in enumerate(plans):
+                    if number < len(plan) and not (turns[index] and _ended(turns[index][-1])):
+                        turns[index].append(await self._call(environments[index], "step", _reply(plan[number])))
+            scores = [await self._call(environment, "score") for environment in environments]
+            for environment in environments:
+                await self._call(environment, "close")
+            return [Episode(*parts).text for parts in zip(openings, map(tuple, turns), scores, strict=True)]
 
         shared = self._within(together) != alone
         if shared and self._unrepeatable_seed() is not None:
@@ -164,7 +164,10 @@ class EnvironmentConformance:
         episode = self._run(self.seeds[0], ["", *self.replies(self.seeds[0])])
         assert isinstance(episode.text, str)
         assert episode.opening.messages, "the opening has no message"
-        for message in (*episode.opening.messages, *(each for turn in episode.turns for each in turn.messages)):
+        for message in (
+            *episode.opening.messages,
+            *(turn_message for turn in episode.turns for turn_message in turn.messages),
+        ):
             assert message.get("role") in ROLES, f"{message} has none of the roles {', '.join(ROLES)}"
             assert isinstance(message.get("content"), str), f"{message} has no text as content"
         for turn in episode.turns:
@@ -202,8 +205,8 @@ class EnvironmentConformance:
         episode = self._run(self.seeds[0], ["", *self.replies(self.seeds[0])])
         players = ("", *episode.opening.players)
         assert len(set(players)) == len(players), f"players {players[1:]} need different names"
-        found = [(episode.opening.player,), *((turn.player, *turn.rewards) for turn in episode.turns)]
-        for named in found:
+        named_players = [(episode.opening.player,), *((turn.player, *turn.rewards) for turn in episode.turns)]
+        for named in named_players:
             assert set(named) <= set(players), f"{named} are not all among the players {players[1:]}"
 
     def test_close_may_follow_any_call(self) -> None:
@@ -285,8 +288,8 @@ class EnvironmentConformance:
         try:
             opening = await self._call(environment, "reset", dict(self.task), seed)
             turns: list[Turn] = []
-            for each in replies[: self.max_turns]:
-                turns.append(await self._call(environment, "step", _reply(each, finish_reason)))
+            for reply in replies[: self.max_turns]:
+                turns.append(await self._call(environment, "step", _reply(reply, finish_reason)))
                 if _ended(turns[-1]):
                     break
             score = await self._call(environment, "score")
@@ -303,19 +306,19 @@ class EnvironmentConformance:
 
     def _within(self, main: Callable[[], Any]) -> Any:
         """Run a coroutine function on a new event loop in a thread, and return its result within `timeout_s`."""
-        found: list[Any] = []
+        outcomes: list[Any] = []
 
         def run() -> None:
             try:
-                found.append((asyncio.run(main()), None))
+                outcomes.append((asyncio.run(main()), None))
             except BaseException as error:  # of the environment; raised below
-                found.append((None, error))
+                outcomes.append((None, error))
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(self.timeout_s)
-        assert found, f"the episodes took longer than {self.timeout_s:g} s"
-        result, error = found[0]
+        assert outcomes, f"the episodes took longer than {self.timeout_s:g} s"
+        result, error = outcomes[0]
         if error is not None:
             raise error
         return result
@@ -325,5 +328,5 @@ def _ended(turn: Turn) -> bool:
     return turn.done or turn.truncated
 
 
-def _reply(given: str | Reply, finish_reason: Any = "stop") -> Reply:
-    return given if isinstance(given, Reply) else Reply(text=given, finish_reason=finish_reason)
+def _reply(reply: str | Reply, finish_reason: Any = "stop") -> Reply:
+    return reply if isinstance(reply, Reply) else Reply(text=reply, finish_reason=finish_reason)

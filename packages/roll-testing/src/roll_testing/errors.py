@@ -50,9 +50,9 @@ def raises_error(
 def check_error(error: BaseException, kind: object, *facts: object, at: str = "", key: str = "") -> None:
     """Raise `AssertionError` unless `error` is what `raises_error` expects."""
     if isinstance(error, ConfigError):
-        for each in error.problems:
-            right = not isinstance(kind, str) or each.code == kind
-            if right and at in ("", each.where) and key in ("", each.key) and mentions(str(each), *facts):
+        for problem in error.problems:
+            right = not isinstance(kind, str) or problem.code == kind
+            if right and at in ("", problem.where) and key in ("", problem.key) and mentions(str(problem), *facts):
                 return
         expected = " ".join(filter(None, (at, str(kind), key)))
         raise AssertionError(f"no problem is {expected} and names {facts}:\n{error}") from error

@@ -96,19 +96,19 @@ class ExecutorConformance(PackagingTests):
     def test_results_are_ordered_by_rank(self, run: Any, group: WorkerGroup) -> None:
         """`all`, `each` and `at` must return the results of the ranks that they name, in rank order."""
         facts, echo = _workers(group)(ProbeWorker.facts), _workers(group)(ProbeWorker.echo)
-        assert [found[0] for found in run(facts.all(VARIABLE))] == list(range(RANKS))
+        assert [answer[0] for answer in run(facts.all(VARIABLE))] == list(range(RANKS))
         assert run(echo.each([echo.args("a"), echo.args("b")])) == ["a", "b"]
         assert run(facts.at(1, VARIABLE))[0] == 1
 
     def test_workers_get_their_arguments(self, run: Any, group: WorkerGroup) -> None:
         """A worker must get its place, the arguments and the environment variables of its `GroupSpec`."""
-        for rank, found in enumerate(run(_workers(group)(ProbeWorker.facts).all(VARIABLE))):
-            assert (found[0], found[1]) == (rank, RANKS), f"rank {rank} has the place {found[:2]}"
-            assert found[3:] == ("good day", "blue"), f"rank {rank} has the argument and the variable {found[3:]}"
+        for rank, answer in enumerate(run(_workers(group)(ProbeWorker.facts).all(VARIABLE))):
+            assert (answer[0], answer[1]) == (rank, RANKS), f"rank {rank} has the place {answer[:2]}"
+            assert answer[3:] == ("good day", "blue"), f"rank {rank} has the argument and the variable {answer[3:]}"
 
     def test_members_name_their_processes(self, run: Any, group: WorkerGroup) -> None:
         """`members` must have the rank and the process id of each worker, in rank order."""
-        pids = [found[2] for found in run(_workers(group)(ProbeWorker.facts).all(VARIABLE))]
+        pids = [answer[2] for answer in run(_workers(group)(ProbeWorker.facts).all(VARIABLE))]
         assert [(member.rank, member.pid) for member in group.members] == list(enumerate(pids))
 
     def test_sync_methods_run_in_order_on_one_thread(self, run: Any, group: WorkerGroup) -> None:
@@ -123,8 +123,8 @@ class ExecutorConformance(PackagingTests):
                 )
                 for number in range(NUM_CALLS)
             ]
-            found = await asyncio.gather(*[call for pair in both for call in pair])
-            return found[1::2], await _workers(group)(ProbeWorker.noted).all()
+            answers = await asyncio.gather(*[call for pair in both for call in pair])
+            return answers[1::2], await _workers(group)(ProbeWorker.noted).all()
 
         threads, numbers = run(calls())
         assert numbers == [list(range(NUM_CALLS))] * RANKS
@@ -144,10 +144,10 @@ class ExecutorConformance(PackagingTests):
     def test_arrays_arrive_unchanged(self, run: Any, group: WorkerGroup) -> None:
         """Arrays, texts and None must arrive, and return, with the same values and types."""
         sent = {"tokens": np.arange(200_000), "small": np.ones(3, np.float32), "text": "ünï", "none": None}
-        for found in run(_workers(group)(ProbeWorker.echo).all(sent)):
+        for answer in run(_workers(group)(ProbeWorker.echo).all(sent)):
             for name in ("tokens", "small"):
-                np.testing.assert_array_equal(found[name], sent[name], strict=True)
-            assert (found["text"], found["none"]) == ("ünï", None)
+                np.testing.assert_array_equal(answer[name], sent[name], strict=True)
+            assert (answer["text"], answer["none"]) == ("ünï", None)
 
     def test_workers_see_only_their_own_device(self, run: Any, tmp_path: Path) -> None:
         """A worker with a slot must see one device of its own in the platform's variable."""
@@ -267,14 +267,14 @@ class ExecutorConformance(PackagingTests):
                 if not group.lost:
                     pytest.skip(f"{self.name} does not survive exits")
                 assert group.lost == {1}
-                assert [found[0] for found in await _workers(group)(ProbeWorker.facts).all(VARIABLE)] == [0]
+                assert [answer[0] for answer in await _workers(group)(ProbeWorker.facts).all(VARIABLE)] == [0]
                 try:
                     await group.replace(1)
                 except UnsupportedError as error:
                     pytest.skip(str(error))
                 assert not group.lost
-                found = await _workers(group)(ProbeWorker.facts).all(VARIABLE)
-                assert [(member.rank, member.pid) for member in group.members] == [each[:3:2] for each in found]
+                answers = await _workers(group)(ProbeWorker.facts).all(VARIABLE)
+                assert [(member.rank, member.pid) for member in group.members] == [answer[:3:2] for answer in answers]
             finally:
                 await executor.close()
 
@@ -304,8 +304,8 @@ def _spec(
         kind="reward",
         target=f"{ProbeWorker.__module__}:{ProbeWorker.__name__}",
         places=tuple(
-            Place(rank=rank, world_size=RANKS, local_rank=rank, slots=own, local_indices=own)
-            for rank, own in enumerate(indices)
+            Place(rank=rank, world_size=RANKS, local_rank=rank, slots=local_indices, local_indices=local_indices)
+            for rank, local_indices in enumerate(indices)
         ),
         args={"greeting": "good day", "folder": str(folder), "fails": fails},
         env={VARIABLE: "blue"},
@@ -319,4 +319,4 @@ def _check_exited(folder: Path, seconds: float) -> None:
     pids = {int(path.read_text(encoding="utf-8")) for path in folder.glob("*.pid")}
     family = [psutil.Process(pid) for pid in pids if pid != psutil.Process().pid and psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(family, timeout=seconds)
-    assert not alive, f"processes of workers are still running: {', '.join(str(each.pid) for each in alive)}"
+    assert not alive, f"processes of workers are still running: {', '.join(str(process.pid) for process in alive)}"

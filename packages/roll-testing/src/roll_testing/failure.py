@@ -61,12 +61,12 @@ class FailureTests(RefusalTests, TrainKit):
         spoilt = Step(sequences=batch, loss=SpoiltGradient(sequence=batch[SPOILT].id), split=SPLITS["three at a time"])
         steps = [Step(sequences=self.batch(i), loss=LOSSES["sft"]) for i in range(2)]
         straight: Trained = self.run(train, case, steps)[0]
-        for rank, (found, skipped, error) in enumerate(self.run(spoil_a_step, case, spoilt, steps)):
+        for rank, (trained, skipped, error) in enumerate(self.run(spoil_a_step, case, spoilt, steps)):
             assert error is None, f"rank {rank} raised {error}; the loss was finite, only its gradient was not"
             assert skipped, f"rank {rank} did not report the step as skipped"
             if rank == 0:
-                check_same("weights after the skipped step", found.before, straight.before)
-                check_same_run("steps after the skipped one", found, straight)
+                check_same("weights after the skipped step", trained.before, straight.before)
+                check_same_run("steps after the skipped one", trained, straight)
 
     @pytest.mark.parametrize("harm", ["missing", "cut"])
     def test_a_damaged_state_is_refused(self, case: Case, harm: str, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ class FailureTests(RefusalTests, TrainKit):
         empty.mkdir()
         step = Step(sequences=self.batch(), loss=LOSSES["sft"])
         self.run(save_between, case, [step, step], 1, str(saved))
-        largest = max((each for each in saved.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size)
+        largest = max((file for file in saved.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
         largest.write_bytes(largest.read_bytes()[:40])
         place = empty if harm == "missing" else saved / "rank-0"
         expect(self.run(load_damaged, case, str(place))[0], CheckpointError, f"loading a state that is {harm}")

@@ -93,11 +93,11 @@ class Kit:
         if self.platform:
             return select_platform(registry(), self.platform)
         for name in self.provider.platforms:
-            if not any(each.name == name for each in registry().providers(PlatformProvider)):
+            if not any(provider.name == name for provider in registry().providers(PlatformProvider)):
                 continue
-            found: Platform = load_target(registry().find(PlatformProvider, name).target, owner=f"platform {name}")()
-            if found.probe().found:
-                return found
+            platform: Platform = load_target(registry().find(PlatformProvider, name).target, owner=f"platform {name}")()
+            if platform.probe().found:
+                return platform
         return select_platform(registry(), None)
 
     def dtypes(self) -> tuple[str, ...]:
@@ -105,7 +105,9 @@ class Kit:
         known = self._once("dtypes")
         if self.name not in known:
             platform = self.platform_here()
-            known[self.name] = tuple(each for each in self.provider.capabilities.dtypes if not platform.supports(each))
+            known[self.name] = tuple(
+                dtype for dtype in self.provider.capabilities.dtypes if not platform.supports(dtype)
+            )
         supported: tuple[str, ...] = known[self.name]
         return supported
 
@@ -128,14 +130,14 @@ class Kit:
 
     def _missing_engine(self) -> str:
         """Return which requirement of the record is not installed; empty if all are."""
-        found = self._once("missing")
-        if self.name not in found:
-            found[self.name] = ""
+        messages = self._once("missing")
+        if self.name not in messages:
+            messages[self.name] = ""
             try:
                 check_requirements(self.provider, owner=self.name)
             except MissingRequirementError as error:
-                found[self.name] = str(error)
-        missing: str = found[self.name]
+                messages[self.name] = str(error)
+        missing: str = messages[self.name]
         return missing
 
     @classmethod
@@ -190,5 +192,5 @@ def one_thread() -> Iterator[None]:
 
 def hf_plugins(*packages: str) -> tuple[Plugin, ...]:
     """Return the loaded plugins of `HF_PACKAGES` and of `packages`, and no other installed ones."""
-    found = load_plugins(environ={"ROLL_PLUGINS": ",".join((HF_PACKAGES, *packages))})
-    return tuple(each for each in found if each.state == "loaded")
+    plugins = load_plugins(environ={"ROLL_PLUGINS": ",".join((HF_PACKAGES, *packages))})
+    return tuple(plugin for plugin in plugins if plugin.state == "loaded")

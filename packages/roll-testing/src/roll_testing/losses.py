@@ -147,11 +147,11 @@ class SpoiltGradient:
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Add the square root of 0, whose derivative is infinite."""
-        found = sft_objective()(outputs, micro)
+        sft = sft_objective()(outputs, micro)
         if self.sequence not in micro.ids or outputs.logprobs_T is None:
-            return found
+            return sft
         hit_T: Tensor = micro.segments_T == micro.ids.index(self.sequence)
-        return LossOutput(loss=found.loss + (outputs.logprobs_T[hit_T].sum() * 0.0).sqrt(), metrics=found.metrics)
+        return LossOutput(loss=sft.loss + (outputs.logprobs_T[hit_T].sum() * 0.0).sqrt(), metrics=sft.metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +167,6 @@ class SpoiltLoss:
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Return the loss without checking it, as losses of plugins may."""
-        found = sft_objective()(outputs, micro)
+        sft = sft_objective()(outputs, micro)
         factor = float("nan") if self.sequence in micro.ids else 1.0
-        return LossOutput(loss=found.loss * factor, metrics=found.metrics)
+        return LossOutput(loss=sft.loss * factor, metrics=sft.metrics)

@@ -136,7 +136,9 @@ LONGROPE: Mapping[str, Any] = {
 }
 """Sequences of more than 6 tokens have other rotary frequencies. To be completed by sizes with 8 units per head."""
 
-_TEXT = {key: each for key, each in QWEN3.items() if key not in ("model_type", "rope_parameters")} | {"vocab_size": 61}
+_TEXT = {key: value for key, value in QWEN3.items() if key not in ("model_type", "rope_parameters")} | {
+    "vocab_size": 61
+}
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -251,22 +253,22 @@ def cut_rollouts(batch: Sequence[TrainSequence], *, seed: int = 0) -> list[Train
     """
     rng = np.random.default_rng(seed)
     rows: list[TrainSequence] = []
-    for index, whole in enumerate(batch):
-        ends = sorted({*rng.integers(1, len(whole) + 1, rng.integers(0, 4)).tolist(), len(whole)})
+    for index, sequence in enumerate(batch):
+        ends = sorted({*rng.integers(1, len(sequence) + 1, rng.integers(0, 4)).tolist(), len(sequence)})
         for start, end in zip([0, *ends], ends, strict=False):
             new = np.arange(end) >= start
-            given = {
-                name: values[:end] for name in (*FLOATS, *GATHERED) if (values := getattr(whole, name)) is not None
+            fields = {
+                name: values[:end] for name in (*FLOATS, *GATHERED) if (values := getattr(sequence, name)) is not None
             }
             rows.append(
                 replace(
-                    whole,
-                    id=f"{whole.id}/{end}",
-                    tokens=whole.tokens[:end],
-                    loss_mask=whole.loss_mask[:end] & new,
+                    sequence,
+                    id=f"{sequence.id}/{end}",
+                    tokens=sequence.tokens[:end],
+                    loss_mask=sequence.loss_mask[:end] & new,
                     rollout=index,
-                    streams={name: weights[:end] * new for name, weights in whole.streams.items()},
-                    **given,
+                    streams={name: weights[:end] * new for name, weights in sequence.streams.items()},
+                    **fields,
                 )
             )
     return [rows[i] for i in rng.permutation(len(rows))]

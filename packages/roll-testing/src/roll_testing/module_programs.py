@@ -50,8 +50,8 @@ class ModuleProgramTests(TrainKit):
         case, rows = self._flow(case), _rows()
         expected = _sampled(_module(), rows)
         for max_rows in (100, 3, 1):
-            (found,) = self._programs(case, [], rows, [Euler()], max_rows)[1]
-            check_rows(f"samples with batches of {max_rows}", found, expected, BOUNDS["fp32"].outputs)
+            (samples,) = self._programs(case, [], rows, [Euler()], max_rows)[1]
+            check_rows(f"samples with batches of {max_rows}", samples, expected, BOUNDS["fp32"].outputs)
 
     def test_the_gradient_of_a_program_equals_plain_torchs(self, case: Case) -> None:
         """The gradient of a loss that calls the module must be that of plain torch."""
@@ -62,19 +62,19 @@ class ModuleProgramTests(TrainKit):
         case, module = self._flow(case), _module()
         with torch.enable_grad():
             _plain_loss(module, _rows(), FlowMatching()).backward()
-        expected = {name: _array(each.grad) for name, each in module.named_parameters()}
-        found = self._module_gradient(case, ModuleStep(rows=_rows(), loss=FlowMatching()))
+        expected = {name: _array(parameter.grad) for name, parameter in module.named_parameters()}
+        gradient = self._module_gradient(case, ModuleStep(rows=_rows(), loss=FlowMatching()))
         if self.gradient_training is None:
-            norm = _norm([each.grad for each in module.parameters()])
+            norm = _norm([parameter.grad for parameter in module.parameters()])
             expected = {"norm": np.asarray(norm, np.float32)}
-        check_near("gradient of a program", found, expected, BOUNDS["fp32"].gradient)
+        check_near("gradient of a program", gradient, expected, BOUNDS["fp32"].gradient)
 
     @pytest.mark.parametrize("calls", [1, 2])
     def test_the_gradient_of_a_program_does_not_depend_on_batches(self, case: Case, calls: int) -> None:
         """Gradients must be sums over batches and calls: one row per batch gives that of the whole, to 1e-6."""
-        whole = self._module_gradient(self._flow(case), _step())
+        together = self._module_gradient(self._flow(case), _step())
         split = self._module_gradient(self._flow(case), replace(_step(), max_rows=1, calls=calls))
-        check_near(f"gradient of single rows over {calls} calls", split, whole, SPLIT)
+        check_near(f"gradient of single rows over {calls} calls", split, together, SPLIT)
 
     @pytest.mark.parametrize("num_rows", [7, 1])
     def test_the_gradient_of_a_program_does_not_depend_on_ranks(self, case: Case, several: int, num_rows: int) -> None:
@@ -85,20 +85,20 @@ class ModuleProgramTests(TrainKit):
         case, step = self._flow(case), replace(_step(num_rows), max_rows=3)
         alone = self._module_gradient(self._on_one(case), _step(num_rows))
         check_near(f"gradient on {several} ranks", self._module_gradient(case, step), alone, SPLIT)
-        (found,) = self.trained(case, TRAINING, [step]).metrics
+        (metrics,) = self.trained(case, TRAINING, [step]).metrics
         (expected,) = self.trained(self._on_one(case), TRAINING, [_step(num_rows)]).metrics
-        assert found["rows"] == num_rows, f"metric rows adds up to {found['rows']}, expected {num_rows}"
-        assert np.isclose(found["loss"], expected["loss"], rtol=1e-5), (
-            f"metric loss adds up to {found['loss']:.6g}, expected {expected['loss']:.6g}"
+        assert metrics["rows"] == num_rows, f"metric rows adds up to {metrics['rows']}, expected {num_rows}"
+        assert np.isclose(metrics["loss"], expected["loss"], rtol=1e-5), (
+            f"metric loss adds up to {metrics['loss']:.6g}, expected {expected['loss']:.6g}"
         )
 
     def test_the_gradient_of_a_program_does_not_depend_on_checkpointing(self, case: Case) -> None:
         """Gradient checkpointing of the library's blocks must not change the gradient."""
         self.need(self.can.gradient_checkpointing, "gradient_checkpointing")
         case = self._flow(case)
-        kept = self._module_gradient(case, _step())
+        plain = self._module_gradient(case, _step())
         saving = case.with_(model=replace(case.model, gradient_checkpointing=True))
-        check_near("gradient with checkpointing", self._module_gradient(saving, _step()), kept, SPLIT)
+        check_near("gradient with checkpointing", self._module_gradient(saving, _step()), plain, SPLIT)
 
     def test_programs_compute_without_adapters(self, case: Case, world_size: int) -> None:
         """Within `base`, outputs must be those of the untrained model; outside, those of the exported weights.
@@ -115,9 +115,9 @@ class ModuleProgramTests(TrainKit):
         bound = BOUNDS["fp32"].outputs
         check_rows("samples without adapters", base, _sampled(_module(), rows), bound)
         check_rows("samples with adapters", after, _sampled(_module(held[-1]), rows), bound)
-        found = self.trained(case, TRAINING, steps).metrics[1]["loss"]
+        loss = self.trained(case, TRAINING, steps).metrics[1]["loss"]
         expected = float(_plain_loss(_module(held[1]), rows, steps[1].loss, base=_module()).detach())
-        assert np.isclose(found, expected, rtol=1e-4), f"loss of step 2: {found:.6g}, expected {expected:.6g}"
+        assert np.isclose(loss, expected, rtol=1e-4), f"loss of step 2: {loss:.6g}, expected {expected:.6g}"
 
     def test_programs_compute_with_the_moving_average(self, case: Case, world_size: int) -> None:
         """Within `average`, outputs must be those of the average by hand, with decays 0.25, 0.5 and 0.6.
@@ -130,14 +130,16 @@ class ModuleProgramTests(TrainKit):
         self.need(self.can.ema, "ema")
         case, rows = self._flow(case).with_(training=AVERAGED), _rows()
         steps = [ModuleStep(rows=_rows(seed=i), loss=FlowMatching()) for i in range(3)]
-        held, (before, found, after) = self._programs(case, steps, rows, [Euler(), Euler(weights="average"), Euler()])
-        check_rows("samples of the average", found, _sampled(_module(_average(held[:-1])), rows), 1e-5)
+        held, (before, averaged, after) = self._programs(
+            case, steps, rows, [Euler(), Euler(weights="average"), Euler()]
+        )
+        check_rows("samples of the average", averaged, _sampled(_module(_average(held[:-1])), rows), 1e-5)
         check_rows("samples after those of the average", after, before, 0.0)
         check_same("weights after a program with the average", held[-1], held[-2])
         per_batch = case.with_(training=replace(AVERAGED, ema_per_batch=True))
-        held, (found,) = self._programs(per_batch, steps, rows, [Euler(weights="average")])
-        moved = {name: 0.6 * each + 0.4 * held[-1][name] for name, each in held[0].items()}
-        check_rows("samples of the average of a batch", found, _sampled(_module(moved), rows), 1e-5)
+        held, (averaged,) = self._programs(per_batch, steps, rows, [Euler(weights="average")])
+        moved = {name: 0.6 * weight + 0.4 * held[-1][name] for name, weight in held[0].items()}
+        check_rows("samples of the average of a batch", averaged, _sampled(_module(moved), rows), 1e-5)
 
     def test_a_loss_may_use_the_moving_average(self, case: Case, world_size: int) -> None:
         """A loss that enters `average` after it called the module must have plain torch's value and gradient norm."""
@@ -151,13 +153,13 @@ class ModuleProgramTests(TrainKit):
         module, average = _module(held[1]), _module(_average(held[:2]))
         expected = _plain_loss(module, rows, loss, average=average)
         expected.backward()
-        norm = _norm([each.grad for each in module.parameters()])
-        found = self.trained(case, AVERAGED, steps)
-        assert np.isclose(found.metrics[1]["loss"], float(expected.detach()), rtol=1e-4), (
-            f"loss of step 2: {found.metrics[1]['loss']:.6g}, expected {float(expected.detach()):.6g}"
+        norm = _norm([parameter.grad for parameter in module.parameters()])
+        trained = self.trained(case, AVERAGED, steps)
+        assert np.isclose(trained.metrics[1]["loss"], float(expected.detach()), rtol=1e-4), (
+            f"loss of step 2: {trained.metrics[1]['loss']:.6g}, expected {float(expected.detach()):.6g}"
         )
-        assert np.isclose(found.stats[1].grad_norm, norm, rtol=1e-4), (
-            f"gradient norm of step 2: {found.stats[1].grad_norm:.6g}, expected {norm:.6g}"
+        assert np.isclose(trained.stats[1].grad_norm, norm, rtol=1e-4), (
+            f"gradient norm of step 2: {trained.stats[1].grad_norm:.6g}, expected {norm:.6g}"
         )
 
     def test_training_by_programs_resumes(self, case: Case, world_size: int, tmp_path: Path) -> None:
@@ -169,9 +171,9 @@ class ModuleProgramTests(TrainKit):
         steps = [ModuleStep(rows=_rows(seed=i), loss=loss, max_rows=3) for i in range(4)]
         straight = self.run(save_between, case, steps, 2, str(tmp_path))
         resumed = self.run(resume, case, [replace(_step(), rows=_rows(seed=9))], steps[2:], str(tmp_path))
-        for rank, (found, expected) in enumerate(zip(resumed, straight, strict=True)):
-            check_same_run(f"rank {rank}, resumed after 2 steps,", found, expected)
-            assert found.metrics == expected.metrics, f"rank {rank}: metrics differ after a resume"
+        for rank, (trained, expected) in enumerate(zip(resumed, straight, strict=True)):
+            check_same_run(f"rank {rank}, resumed after 2 steps,", trained, expected)
+            assert trained.metrics == expected.metrics, f"rank {rank}: metrics differ after a resume"
 
     def test_a_module_loss_that_is_not_finite_is_named(self, case: Case, world_size: int) -> None:
         """A NaN loss of one row must raise `NonFiniteError` with the row on every rank; weights must not change."""
@@ -222,11 +224,11 @@ class ModuleProgramTests(TrainKit):
     ) -> tuple[list[Arrays], list[dict[str, Floats]]]:
         """Return the weights of rank 0 between the steps, and the samples of each program from all leaders."""
         answers = self.run(run_programs, case, steps, rows, programs, max_rows, folder)
-        found: list[dict[str, Floats]] = [{} for _ in programs]
+        samples: list[dict[str, Floats]] = [{} for _ in programs]
         for _, outputs in answers:
-            for at, each in enumerate(outputs):
-                found[at] |= each.get("x", {})
-        return answers[0][0], found
+            for index, output in enumerate(outputs):
+                samples[index] |= output.get("x", {})
+        return answers[0][0], samples
 
     def _module_gradient(self, case: Case, step: ModuleStep) -> Arrays:
         """Return the gradient by parameter name, read off one step; its norm without `gradient_training`."""
@@ -261,7 +263,7 @@ def _module(weights: Mapping[str, Floats] | None = None, path: str = "") -> nn.M
     spec = replace(FLOW, path=path, random_init=None) if path else FLOW
     module = TinyFlowLibrary().load(spec)
     if weights is not None:
-        module.load_state_dict({name: torch.from_numpy(each) for name, each in weights.items()}, strict=False)
+        module.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights.items()}, strict=False)
     return module
 
 
@@ -317,21 +319,21 @@ def _sampled(module: nn.Module, rows: Sequence[ModuleRow]) -> dict[str, Floats]:
 
 def _average(held: Sequence[Arrays]) -> Arrays:
     """Moving average of the weights before the first and after each step: d_t = min(0.6, 0.25 t)."""
-    average = {name: each.astype(np.float64) for name, each in held[0].items()}
+    average = {name: weight.astype(np.float64) for name, weight in held[0].items()}
     for step, after in enumerate(held[1:], 1):
         decay = min(0.6, 0.25 * step)
-        average = {name: decay * each + (1 - decay) * after[name] for name, each in average.items()}
-    return {name: each.astype(np.float32) for name, each in average.items()}
+        average = {name: decay * weight + (1 - decay) * after[name] for name, weight in average.items()}
+    return {name: weight.astype(np.float32) for name, weight in average.items()}
 
 
 def _arrays(module: nn.Module) -> Arrays:
-    return {name: _array(each) for name, each in module.named_parameters()}
+    return {name: _array(parameter) for name, parameter in module.named_parameters()}
 
 
 def _norm(gradients: Sequence[Any]) -> float:
-    return float(np.sqrt(sum(float(each.double().square().sum()) for each in gradients)))
+    return float(np.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)))
 
 
 def _array(tensor: Any) -> Floats:
-    found: Floats = tensor.detach().float().numpy().copy()
-    return found
+    array: Floats = tensor.detach().float().numpy().copy()
+    return array

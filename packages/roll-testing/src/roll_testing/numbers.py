@@ -79,9 +79,9 @@ class TrainNumberTests(TrainKit):
         """The cross-entropy of the model relative to itself, by its exported head and hidden states, is the entropy."""
         loss = CrossEntropyOfTeacher(head=str(tmp_path / "head"))
         batch = self._taught(case, loss.head)
-        found = self.scored(case, batch, replace(loss.want, masked_only=False), WHOLE)
+        scores = self.scored(case, batch, replace(loss.want, masked_only=False), WHOLE)
         expected = self.reference(case).by_sequence(batch, WantedOutputs(entropy=True, temperature=0.7))
-        check_rows("compared", found["compared"], expected["entropy"], BOUNDS[case.model.dtype].outputs)
+        check_rows("compared", scores["compared"], expected["entropy"], BOUNDS[case.model.dtype].outputs)
 
     def test_values_equal_the_reference(self, case: Case, scalar_task: Task) -> None:
         """Values must equal the reference's.
@@ -99,10 +99,10 @@ class TrainNumberTests(TrainKit):
         """
         batch = self.batch()
         want = WantedOutputs(logprobs=True, entropy=True)
-        whole = self.scored(case, batch, want, WHOLE)
+        together = self.scored(case, batch, want, WHOLE)
         parts = self.scored(case, batch, want, SPLITS[split])
         for name in ("logprobs", "entropy"):
-            check_rows(f"{name} split {split}", parts[name], whole[name], 1e-5)
+            check_rows(f"{name} split {split}", parts[name], together[name], 1e-5)
 
     def test_outputs_in_lower_precision_stay_in_bounds(self, case: Case, low_dtype: str) -> None:
         """Low-precision outputs must stay within bounds of a reference with weights rounded alike.
@@ -144,15 +144,15 @@ class TrainNumberTests(TrainKit):
 
         Gradients are summed over microbatches, and the loss has the denominators of the whole batch.
         """
-        whole = self._gradient(case, self.batch(), LOSSES["sft"])
+        together = self._gradient(case, self.batch(), LOSSES["sft"])
         parts = self._gradient(case, self.batch(), LOSSES["sft"], SPLITS[split])
-        self._check_split(f"gradient split {split}", parts, whole)
+        self._check_split(f"gradient split {split}", parts, together)
 
     def test_the_gradient_does_not_depend_on_calls(self, case: Case) -> None:
         """Two calls of `forward_backward` must accumulate the same gradient as one call with all microbatches."""
-        whole = self._gradient(case, self.batch(), LOSSES["sft"])
+        together = self._gradient(case, self.batch(), LOSSES["sft"])
         parts = self._gradient(case, self.batch(), LOSSES["sft"], SPLITS["one by one"], calls=2)
-        self._check_split("gradient over two calls", parts, whole)
+        self._check_split("gradient over two calls", parts, together)
 
     @pytest.mark.parametrize("split", SPLITS)
     def test_the_gradient_does_not_depend_on_ranks(self, case: Case, several: int, split: str) -> None:
@@ -180,29 +180,29 @@ class TrainNumberTests(TrainKit):
         """
         batch = [
             replace(
-                each,
-                ref_logprobs=each.old_logprobs,
-                streams={"prompt": np.where(each.loss_mask, 0, np.arange(len(each))).astype(np.float32)},
+                sequence,
+                ref_logprobs=sequence.old_logprobs,
+                streams={"prompt": np.where(sequence.loss_mask, 0, np.arange(len(sequence))).astype(np.float32)},
             )
-            for each in self.batch()
+            for sequence in self.batch()
         ]
         rows, split = cut_rollouts(batch), SPLITS["three at a time"]
         assert len(rows) > len(batch)
-        whole, cut = self._gradient(case, batch, EVERY_TERM), self._gradient(case, rows, EVERY_TERM, split)
-        self._check_split("gradient of rollouts cut into rows", cut, whole)
+        together, cut = self._gradient(case, batch, EVERY_TERM), self._gradient(case, rows, EVERY_TERM, split)
+        self._check_split("gradient of rollouts cut into rows", cut, together)
         training = self.gradient_training or ONE_STEP
         (expected,) = self.trained(case, training, [Step(sequences=batch, loss=EVERY_TERM)]).metrics
-        (found,) = self.trained(case, training, [Step(sequences=rows, loss=EVERY_TERM, split=split)]).metrics
+        (metrics,) = self.trained(case, training, [Step(sequences=rows, loss=EVERY_TERM, split=split)]).metrics
         for name, value in expected.items():
             if not name.endswith(("/max", "/min")):
-                _check_number(f"metric {name}", found[name], value, 1e-5)
+                _check_number(f"metric {name}", metrics[name], value, 1e-5)
 
     def test_the_gradient_does_not_depend_on_checkpointing(self, case: Case) -> None:
         """Gradient checkpointing must not change the gradient: recomputed activations must be the same."""
         self.need(self.can.gradient_checkpointing, "gradient_checkpointing")
-        kept = self._gradient(case, self.batch(), LOSSES["sft"])
+        plain = self._gradient(case, self.batch(), LOSSES["sft"])
         saving = case.with_(model=replace(case.model, gradient_checkpointing=True))
-        self._check_split("gradient with checkpointing", self._gradient(saving, self.batch(), LOSSES["sft"]), kept)
+        self._check_split("gradient with checkpointing", self._gradient(saving, self.batch(), LOSSES["sft"]), plain)
 
     def test_the_gradient_in_lower_precision_stays_in_bounds(self, case: Case, low_dtype: str) -> None:
         """Low-precision gradients must stay within bounds of a reference with weights rounded alike."""
@@ -219,8 +219,10 @@ class TrainNumberTests(TrainKit):
         (metrics,) = self.trained(case, TRAINING, [step]).metrics
         if self.can.topk:
             choices = reference.by_sequence(batch, WantedOutputs(topk=1))["topk_ids"]
-            hits = sum(int((choices[each.id][:, 0] == each.tokens)[each.loss_mask].sum()) for each in batch)
-            accuracy = hits / sum(int(each.loss_mask.sum()) for each in batch)
+            hits = sum(
+                int((choices[sequence.id][:, 0] == sequence.tokens)[sequence.loss_mask].sum()) for sequence in batch
+            )
+            accuracy = hits / sum(int(sequence.loss_mask.sum()) for sequence in batch)
             assert np.isclose(metrics["token_accuracy"], accuracy, rtol=1e-5), (
                 f"token_accuracy adds up to {metrics['token_accuracy']:.6g}, expected {accuracy:.6g}"
             )
@@ -263,23 +265,23 @@ class TrainNumberTests(TrainKit):
         """
         self.need(self.can.ema, "ema")
         self.need_training()
-        dtypes = [each for each in self.dtypes() if each != "fp32"]
+        dtypes = [dtype for dtype in self.dtypes() if dtype != "fp32"]
         self.need(not low or bool(dtypes), "another dtype than fp32")
         training, decay = replace(TRAINING, ema_decay=0.6), 0.6
         steps = [Step(sequences=self.batch(i), loss=LOSSES["sft"]) for i in range(3)]
         case = (self._in(case, dtypes[0]) if low else case).with_(training=training)
         rows: dict[str, dict[str, Floats]] = {}
-        for held, found in self.run(average, case, steps, self.batch()):
-            for name, outputs in found.items():
+        for held, scores in self.run(average, case, steps, self.batch()):
+            for name, outputs in scores.items():
                 rows.setdefault(name, {}).update(outputs.get("logprobs", {}))
-            assert all((held[-1][name] == each).all() for name, each in held[-2].items())
+            assert all((held[-1][name] == weight).all() for name, weight in held[-2].items())
         check_rows("logprobs after those of the average", rows["after"], rows["before"], 0.0)
-        assert any((rows["average"][name] != each).any() for name, each in rows["before"].items())
+        assert any((rows["average"][name] != row).any() for name, row in rows["before"].items())
         if low:
             return
         expected, *later = self.run(average, case, steps, self.batch())[0][0][:-1]
         for weights in later:
-            expected = {name: decay * each + (1 - decay) * weights[name] for name, each in expected.items()}
+            expected = {name: decay * weight + (1 - decay) * weights[name] for name, weight in expected.items()}
         reference = self.reference(case)
         reference.take(expected)
         found_there = reference.by_sequence(self.batch(), WantedOutputs(logprobs=True))["logprobs"]
@@ -291,11 +293,11 @@ class TrainNumberTests(TrainKit):
         batch, reference = self.batch(), self.reference(case)
         if case.model.task == "causal_lm" and not names[0].startswith("logprobs"):
             want = _with_logprobs(want)
-        found, expected = self.scored(case, batch, want, WHOLE), reference.by_sequence(batch, want)
+        scores, expected = self.scored(case, batch, want, WHOLE), reference.by_sequence(batch, want)
         for name in names:
-            assert name in found, f"{name} was requested but not returned"
+            assert name in scores, f"{name} was requested but not returned"
             bound = 0.0 if name.endswith("_ids") else BOUNDS[case.model.dtype].outputs
-            check_rows(name, found[name], expected[name], bound)
+            check_rows(name, scores[name], expected[name], bound)
 
     def _taught(self, case: Case, head: str) -> list[TrainSequence]:
         """The batch with the model's own hidden states as those of a teacher, whose head is written to a file."""
@@ -305,11 +307,11 @@ class TrainNumberTests(TrainKit):
             hidden |= rows.get("hidden", {})
         return [
             replace(
-                each,
-                teacher_hidden=hidden[each.id],
-                streams={TAUGHT: np.where(each.loss_mask, np.arange(len(each)) % 3, 0).astype(np.float32)},
+                sequence,
+                teacher_hidden=hidden[sequence.id],
+                streams={TAUGHT: np.where(sequence.loss_mask, np.arange(len(sequence)) % 3, 0).astype(np.float32)},
             )
-            for each in self.batch()
+            for sequence in self.batch()
         ]
 
     def _compare_gradient(
@@ -322,26 +324,30 @@ class TrainNumberTests(TrainKit):
     ) -> None:
         """Compare the gradient of a batch with the reference's, by default of the whole batch and of the same loss."""
         batch = batch or self.batch()
-        found, reference, bounds = (self._gradient(case, batch, loss), self.reference(case), BOUNDS[case.model.dtype])
+        gradient, reference, bounds = (
+            self._gradient(case, batch, loss),
+            self.reference(case),
+            BOUNDS[case.model.dtype],
+        )
         loss = of_reference or loss
         if self.gradient_training is not None:
             expected = reference.gradient(batch, loss)
-            check_near(what, found, self._all(case, expected), bounds.gradient)
+            check_near(what, gradient, self._all(case, expected), bounds.gradient)
             return
         before = reference.weights()
         (step,) = reference.train(ONE_STEP, [Step(sequences=batch, loss=loss)])
-        moved = {name: before[name] - each for name, each in reference.weights().items()}
-        check_near(what, found, moved | _norm(step.grad_norm), bounds.steps)
+        moved = {name: before[name] - weight for name, weight in reference.weights().items()}
+        check_near(what, gradient, moved | _norm(step.grad_norm), bounds.steps)
 
-    def _check_split(self, what: str, found: Arrays, whole: Arrays) -> None:
+    def _check_split(self, what: str, actual: Arrays, expected: Arrays) -> None:
         """Compare gradients of one batch that was split in different ways.
 
         If steps are compared instead, their gradient norms must agree to `SPLIT`. Their directions get the bound of
         steps, because the optimizer may magnify rounding.
         """
         if self.gradient_training is None:
-            check_near(f"norm of the {what}", _norm(found[NORM]), _norm(whole[NORM]), SPLIT)
-        check_near(what, found, whole, SPLIT if self.gradient_training is not None else BOUNDS["fp32"].steps)
+            check_near(f"norm of the {what}", _norm(actual[NORM]), _norm(expected[NORM]), SPLIT)
+        check_near(what, actual, expected, SPLIT if self.gradient_training is not None else BOUNDS["fp32"].steps)
 
     def _gradient(
         self, case: Case, batch: Sequence[TrainSequence], loss: LossFn, split: Split = WHOLE, calls: int = 1
@@ -362,22 +368,26 @@ class TrainNumberTests(TrainKit):
         self, case: Case, training: TrainingSpec, split: Split = WHOLE, num_steps: int = NUM_STEPS
     ) -> None:
         steps = [Step(sequences=self.batch(i), loss=LOSSES["sft"], split=split) for i in range(num_steps)]
-        found = self.trained(case, training, steps)
+        trained = self.trained(case, training, steps)
         reference = self.reference(case)
         start = reference.weights()
         bounds = BOUNDS[case.model.dtype]
-        for number, (stats, expected) in enumerate(zip(found.stats, reference.train(training, steps), strict=True), 1):
+        for number, (stats, expected) in enumerate(
+            zip(trained.stats, reference.train(training, steps), strict=True), 1
+        ):
             _check_number(f"learning rate of step {number}", stats.learning_rate, expected.learning_rate, 1e-6)
             _check_number(f"gradient norm of step {number}", stats.grad_norm, expected.grad_norm, bounds.steps)
             assert not stats.skipped, f"step {number} was skipped, though its gradient is finite"
-        check_near(f"weights after {num_steps} steps", *_ways(found, start, reference.weights()), bounds.steps)
+        check_near(f"weights after {num_steps} steps", *_ways(trained, start, reference.weights()), bounds.steps)
 
     def _in(self, case: Case, dtype: str) -> Case:
         return case.with_(model=replace(case.model, dtype=dtype))
 
     def _all(self, case: Case, gradient: Arrays) -> Arrays:
         """Add zeros for parameters that the loss does not reach."""
-        return {name: gradient.get(name, np.zeros_like(each)) for name, each in self.reference(case).weights().items()}
+        return {
+            name: gradient.get(name, np.zeros_like(weight)) for name, weight in self.reference(case).weights().items()
+        }
 
 
 def _norm(norm: float | Floats) -> Arrays:
@@ -388,13 +398,13 @@ def _with_logprobs(want: WantedOutputs) -> WantedOutputs:
     return replace(want, logprobs=True)
 
 
-def _check_number(what: str, found: float, expected: float, bound: float) -> None:
-    assert np.isclose(found, expected, rtol=bound, atol=1e-12), (
-        f"{what}: {found:.9g}, expected {expected:.9g}, allowed relative difference {bound:g}"
+def _check_number(what: str, actual: float, expected: float, bound: float) -> None:
+    assert np.isclose(actual, expected, rtol=bound, atol=1e-12), (
+        f"{what}: {actual:.9g}, expected {expected:.9g}, allowed relative difference {bound:g}"
     )
 
 
-def _ways(found: Trained, start: Arrays, end: Arrays) -> tuple[Arrays, Arrays]:
+def _ways(trained: Trained, start: Arrays, end: Arrays) -> tuple[Arrays, Arrays]:
     """Return the changes of the weights, of the strategy and of the reference."""
-    here = {name: each - start[name] if name in start else each for name, each in found.after.items()}
-    return here, {name: each - start[name] for name, each in end.items()}
+    here = {name: weight - start[name] if name in start else weight for name, weight in trained.after.items()}
+    return here, {name: weight - start[name] for name, weight in end.items()}

@@ -70,7 +70,7 @@ class PackagingTests(Kit):
         Such imports would slow down every command that lists plugins. Heavy are torch, transformers, ray, datasets, and
         the engines that the record needs.
         """
-        path = os.pathsep.join(each for each in sys.path if each)
+        path = os.pathsep.join(folder for folder in sys.path if folder)
         done = subprocess.run(
             [sys.executable, "-c", LIST.format(name=self.name, kind=self._kind.__name__)],
             env={**os.environ, "PYTHONPATH": path},
@@ -117,7 +117,7 @@ class PackagingTests(Kit):
         try:
             schema.model_validate({"no_such_key": 1})
         except ValidationError as error:  # required keys are missing too
-            if any("no_such_key" in (*each["loc"], *each["msg"].split()) for each in error.errors()):
+            if any("no_such_key" in (*problem["loc"], *problem["msg"].split()) for problem in error.errors()):
                 return
         raise AssertionError(f"{self.provider.config} accepts the unknown key no_such_key")
 
@@ -127,13 +127,13 @@ class PackagingTests(Kit):
         An error can then name a missing engine and the command to install it.
         """
         for need in self.provider.needs:
-            for each in alternatives(need):
-                Requirement(each)
+            for requirement in alternatives(need):
+                Requirement(requirement)
 
     def test_a_missing_engine_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A `MissingRequirementError` must name each missing distribution and the pip command to install it."""
-        needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
-        needs = [each for each in needs if each.marker is None or each.marker.evaluate()]
+        needs = [Requirement(requirement) for need in self.provider.needs for requirement in alternatives(need)]
+        needs = [need for need in needs if need.marker is None or need.marker.evaluate()]
         self.need(bool(needs), "needs")
 
         def nothing(name: str) -> str:
@@ -148,8 +148,8 @@ class PackagingTests(Kit):
 
     def _engines(self) -> set[str]:
         """Return the module names of the distributions that the record needs."""
-        needs = [Requirement(each) for need in self.provider.needs for each in alternatives(need)]
-        needed = {each.name.lower().replace("_", "-") for each in needs}
+        needs = [Requirement(requirement) for need in self.provider.needs for requirement in alternatives(need)]
+        needed = {need.name.lower().replace("_", "-") for need in needs}
         modules = importlib.metadata.packages_distributions()
         return {
             module
@@ -175,7 +175,9 @@ def private_imports(module: str, public: tuple[str, ...]) -> list[str]:
             for imported in _imported_names(node, spec.parent or ""):
                 root = imported.partition(".")[0]
                 if root == package:
-                    pending += [each for each in (imported, imported.rpartition(".")[0]) if _is_module(each)]
+                    pending += [
+                        candidate for candidate in (imported, imported.rpartition(".")[0]) if _is_module(candidate)
+                    ]
                 elif root in OURS:
                     known = any(f"{imported}.".startswith(f"{allowed}.") for allowed in public)
                     if not known or any(part.startswith("_") for part in imported.split(".")):
@@ -220,7 +222,7 @@ class RefusalTests(Kit):
     def test_an_undeclared_dtype_is_refused(self, tmp_path: Path) -> None:
         """`roll-core check` must refuse a dtype that the record does not declare, and name the declared ones."""
         declared = self.provider.capabilities.dtypes
-        undeclared = [each for each in DTYPES if each not in declared]
+        undeclared = [dtype for dtype in DTYPES if dtype not in declared]
         if not undeclared:
             pytest.skip(f"{self.name} declares every dtype")
         platform = next(iter(self.provider.platforms), "cpu")

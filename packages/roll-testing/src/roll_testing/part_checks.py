@@ -74,8 +74,8 @@ def check_part(record: Provider, *, owner: str) -> None:
     if contract is None:
         if not callable(part):
             raise PluginLoadError(f"{owner}: {record.target} is not callable")
-        wanted = _calls(record).get("target")
-        problem = function_problem(record.target, part, wanted) if wanted is not None else ""
+        call = _calls(record).get("target")
+        problem = function_problem(record.target, part, call) if call is not None else ""
     else:
         part = load_class(record.target, contract, owner=owner)
         missing = sorted(part.__abstractmethods__)
@@ -86,10 +86,10 @@ def check_part(record: Provider, *, owner: str) -> None:
         raise PluginLoadError(f"{owner}: {problem}")
     if record.config:
         load_class(record.config, _schema(record), owner=owner)
-    for field, wanted in _calls(record).items():
+    for field, call in _calls(record).items():
         target = getattr(record, field)
         if field != "target" and target:
-            problem = function_problem(target, load_target(target, owner=owner), wanted)
+            problem = function_problem(target, load_target(target, owner=owner), call)
             if problem:
                 raise PluginLoadError(f"{owner}: {problem}")
     if starter := getattr(record, "starter", ""):
@@ -102,44 +102,48 @@ def class_problem(cls: type, contract: type) -> str:
     Compares every public method and `__init__` that `cls` or another of its bases overrides.
     """
     for name in dir(contract):
-        wanted, found = inspect.getattr_static(contract, name), inspect.getattr_static(cls, name)
+        expected, actual = inspect.getattr_static(contract, name), inspect.getattr_static(cls, name)
         public = name == "__init__" or not name.startswith("_")
-        if not public or not inspect.isfunction(wanted) or found is wanted:
+        if not public or not inspect.isfunction(expected) or actual is expected:
             continue
-        bound = isinstance(found, (staticmethod, classmethod))
-        method = getattr(cls, name) if bound else found
-        parameters = list(inspect.signature(wanted).parameters.values())
-        if problem := _callable_problem(method, parameters[1:] if bound else parameters, wanted):
+        bound = isinstance(actual, (staticmethod, classmethod))
+        method = getattr(cls, name) if bound else actual
+        parameters = list(inspect.signature(expected).parameters.values())
+        if problem := _callable_problem(method, parameters[1:] if bound else parameters, expected):
             return f"{cls.__module__}:{cls.__qualname__}.{name} {problem}"
     return ""
 
 
 def function_problem(name: str, function: Any, contract: Any) -> str:
     """Why `function` cannot be called as `contract` is: a function, or a protocol with `__call__`; empty if it can."""
-    wanted = contract.__call__ if inspect.isclass(contract) else contract
-    parameters = list(inspect.signature(wanted).parameters.values())
-    problem = _callable_problem(function, parameters[1:] if inspect.isclass(contract) else parameters, wanted)
+    call = contract.__call__ if inspect.isclass(contract) else contract
+    parameters = list(inspect.signature(call).parameters.values())
+    problem = _callable_problem(function, parameters[1:] if inspect.isclass(contract) else parameters, call)
     return f"{name} {problem}" if problem else ""
 
 
-def _callable_problem(found: Any, parameters: list[inspect.Parameter], wanted: Callable[..., Any]) -> str:
+def _callable_problem(function: Any, parameters: list[inspect.Parameter], contract: Callable[..., Any]) -> str:
     """Why `found` cannot be called with `parameters` and awaited as `wanted` is."""
-    expected = inspect.signature(wanted)
-    if not callable(found):
-        return f"is {type(found).__name__}, expected a function with the signature {expected}"
+    expected = inspect.signature(contract)
+    if not callable(function):
+        return f"is {type(function).__name__}, expected a function with the signature {expected}"
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C
         return ""
-    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    by_name = {each.name: None for each in parameters if each.kind is each.KEYWORD_ONLY}
+    positional = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    by_name = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
     try:
         signature.bind(*positional, **by_name)
     except TypeError as error:
         return f"has the signature {signature}, expected {expected}: {error}"
-    awaited = inspect.iscoroutinefunction(wanted)
+    awaited = inspect.iscoroutinefunction(contract)
     either = "Awaitable" in str(expected.return_annotation)
-    coroutine = inspect.iscoroutinefunction(inspect.unwrap(found))
+    coroutine = inspect.iscoroutinefunction(inspect.unwrap(function))
     if awaited and not coroutine and "Awaitable" not in str(signature.return_annotation):
         return f"is a plain function, expected a coroutine function with the signature {expected}"
     if coroutine and not awaited and not either:
@@ -150,8 +154,8 @@ def _callable_problem(found: Any, parameters: list[inspect.Parameter], wanted: C
 def _contract(record: Provider) -> type | None:
     """Base class that the target must have; None if the contract is a function's."""
     contract = kind_of(type(record)).contract
-    found: Any = load_target(contract, owner="roll-core") if contract else None
-    return None if getattr(found, "_is_protocol", False) else found
+    loaded: Any = load_target(contract, owner="roll-core") if contract else None
+    return None if getattr(loaded, "_is_protocol", False) else loaded
 
 
 def _calls(record: Provider) -> dict[str, Any]:

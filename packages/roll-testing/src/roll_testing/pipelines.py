@@ -66,10 +66,10 @@ class PipelineConformance(PackagingTests):
     def test_a_resumed_run_equals_an_uninterrupted_one(self, runs: Runs) -> None:
         """Metrics of the last steps must be those of a run that was not interrupted, bit for bit."""
         config = self._config(runs)
-        whole = runs.ok(config | {"save_steps": NUM_STEPS // 2})
-        first = CheckpointDirectory(whole.run_dir.checkpoints).list()[0]
+        uninterrupted = runs.ok(config | {"save_steps": NUM_STEPS // 2})
+        first = CheckpointDirectory(uninterrupted.run_dir.checkpoints).list()[0]
         resumed = runs.ok(config | {"exp_name": "resumed", "resume_from_checkpoint": str(first.path)})
-        expected = [line for line in runs.timeless(whole) if line["step"] > NUM_STEPS // 2]
+        expected = [line for line in runs.timeless(uninterrupted) if line["step"] > NUM_STEPS // 2]
         assert [line for line in runs.timeless(resumed) if line["step"] > NUM_STEPS // 2] == expected
 
     def test_the_plan_names_the_roles_of_the_run(self, runs: Runs) -> None:

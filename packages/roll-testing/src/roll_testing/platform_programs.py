@@ -77,7 +77,7 @@ def ask(_rank: int, target: str) -> PlatformReport:
     return PlatformReport(
         collective_backend=platform.collective_backend,
         slots_share_cores=platform.slots_share_cores,
-        changes=tuple(what for what, kept in same.items() if not kept),
+        changes=tuple(what for what, unchanged in same.items() if not unchanged),
         opened=tuple(sorted(_open_devices() - opened)),
         **said,
     )
@@ -114,19 +114,19 @@ def fill(_rank: int, target: str, num_bytes: int) -> tuple[dict[str, int], dict[
 def _told(platform: Platform, kind: RoleKind, local_indices: Sequence[int]) -> list[Any]:
     """Query a role's variables. Reward workers have no slot."""
     variables = platform.environment(kind, () if kind == "reward" else local_indices)
-    return [(each.name, each.value, each.reason) for each in variables]
+    return [(variable.name, variable.value, variable.reason) for variable in variables]
 
 
 def _handlers() -> dict[signal.Signals, Any]:
-    return {each: signal.getsignal(each) for each in signal.Signals}
+    return {number: signal.getsignal(number) for number in signal.Signals}
 
 
 def _open_devices() -> set[str]:
     """Return the device files that this process has open; empty if the system does not list them."""
-    found = set()
+    paths = set()
     for entry in DESCRIPTORS.iterdir() if DESCRIPTORS.is_dir() else ():
         try:
-            found.add(os.readlink(entry))
+            paths.add(os.readlink(entry))
         except OSError:  # descriptor of the listing itself
             continue
-    return {path for path in found if path.startswith("/dev/")}
+    return {path for path in paths if path.startswith("/dev/")}

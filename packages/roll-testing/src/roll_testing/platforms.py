@@ -162,8 +162,8 @@ class PlatformConformance(PackagingTests):
         """A product of two matrices on the first slot must be correct in each dtype that is not refused."""
         self.need_hardware()
         dtypes = [dtype for dtype in KNOWN_DTYPES if not self.answers.supports[dtype]]
-        found = self._host("torch").run(compute, self.provider.target, dtypes, timeout_s=self.timeout_s)[0]
-        if wrong := {dtype: value for dtype, value in found.items() if value != 8.0}:
+        results = self._host("torch").run(compute, self.provider.target, dtypes, timeout_s=self.timeout_s)[0]
+        if wrong := {dtype: value for dtype, value in results.items() if value != 8.0}:
             raise AssertionError(f"1·1 summed over 8 should be 8, but is {wrong}")
 
     def test_memory_is_counted_in_bytes(self) -> None:

@@ -43,13 +43,13 @@ class PortableTests(TrainKit):
     ) -> None:
         """After two steps, the exported step count, master weights and moments must equal those of plain torch."""
         steps = self._steps_of(DONE, task)
-        found, step_count, _ = self._exported_state(case, steps, tmp_path)
+        state, step_count, _ = self._exported_state(case, steps, tmp_path)
         reference = self.reference(case)
         for _ in reference.train(SCHEDULED, steps):
             pass
         assert step_count == DONE, f"after {DONE} steps the exported state is that of step {step_count}"
         for kind, expected in reference.state().items():
-            check_near(f"exported {kind}", found[kind], expected, BOUNDS["fp32"].steps)
+            check_near(f"exported {kind}", state[kind], expected, BOUNDS["fp32"].steps)
 
     def test_a_run_resumes_from_the_references_state(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """A run must resume from a state that plain torch exported after two steps.
@@ -68,14 +68,14 @@ class PortableTests(TrainKit):
         answers = self.run(
             go_on, case.with_(training=SCHEDULED), self._steps_of(1, seed=50), steps[DONE:], str(tmp_path)
         )
-        for rank, found in enumerate(answers):
-            for step, (one, other) in enumerate(zip(found.stats, expected, strict=True), DONE + 1):
+        for rank, trained in enumerate(answers):
+            for step, (one, other) in enumerate(zip(trained.stats, expected, strict=True), DONE + 1):
                 for name in ("grad_norm", "learning_rate"):
                     assert np.isclose(getattr(one, name), getattr(other, name), rtol=BOUNDS["fp32"].steps), (
                         f"step {step} of rank {rank} was {one}, expected {other}"
                     )
-            if found.data_rank.leader:
-                moved, due = (_way(after, before) for after in (found.after, reference.weights()))
+            if trained.data_rank.leader:
+                moved, due = (_way(after, before) for after in (trained.after, reference.weights()))
                 check_near(f"the change of the weights of rank {rank}", moved, due, BOUNDS["fp32"].steps)
 
     @pytest.mark.parametrize("trained", ["a model", "adapters", "nothing yet"])
@@ -95,8 +95,8 @@ class PortableTests(TrainKit):
         steps = self._steps_of(done + 2)
         straight = self.run(export_between, case, steps, done, str(tmp_path))
         resumed = self.run(go_on, case, self._steps_of(1, seed=50), steps[done:], str(tmp_path))
-        for rank, (found, expected) in enumerate(zip(resumed, straight, strict=True)):
-            _check_continued(f"rank {rank}, continued after {done} steps", found, expected)
+        for rank, (continued, expected) in enumerate(zip(resumed, straight, strict=True)):
+            _check_continued(f"rank {rank}, continued after {done} steps", continued, expected)
 
     def test_exporting_the_state_changes_nothing(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """Exporting the state must not change the following steps, bit for bit."""
@@ -114,12 +114,13 @@ class PortableTests(TrainKit):
         Rounded to that dtype, they must equal the exported weights.
         """
         case = case.with_(model=replace(case.model, dtype=low_dtype))
-        found, _, exported = self._exported_state(case, self._steps_of(DONE), tmp_path)
+        state, _, exported = self._exported_state(case, self._steps_of(DONE), tmp_path)
         rounded = {
-            name: torch.from_numpy(each).to(DTYPES[low_dtype]).float().numpy() for name, each in found["master"].items()
+            name: torch.from_numpy(master).to(DTYPES[low_dtype]).float().numpy()
+            for name, master in state["master"].items()
         }
-        assert distance(rounded, found["master"]), f"exported masters have only the digits of {low_dtype}"
-        weights = {name: each for name, each in exported.items() if name in rounded}
+        assert distance(rounded, state["master"]), f"exported masters have only the digits of {low_dtype}"
+        weights = {name: weight for name, weight in exported.items() if name in rounded}
         check_near(f"masters rounded to {low_dtype}", rounded, weights, 0.0)
 
     def test_a_portable_state_of_another_model_is_refused(self, case: Case) -> None:
@@ -147,26 +148,26 @@ class PortableTests(TrainKit):
         weights."""
         self._need_portable()
         answers = self.run(export_between, case.with_(training=SCHEDULED), steps, len(steps), str(folder))
-        found: dict[str, Arrays] = {kind: {} for kind in KINDS}
+        by_kind: dict[str, Arrays] = {kind: {} for kind in KINDS}
         with opened_portable_state(folder) as state:
             for name in state.shapes:
                 held = state.read(name)
                 for kind in KINDS:
-                    found[kind][name] = as_array(getattr(held, kind))
-            return found, state.step_count, next(each.before for each in answers if each.before)
+                    by_kind[kind][name] = as_array(getattr(held, kind))
+            return by_kind, state.step_count, next(answer.before for answer in answers if answer.before)
 
 
-def _check_continued(what: str, found: Trained, expected: Trained) -> None:
-    check_names(found.after, expected.after)
-    for number, (one, other) in enumerate(zip(found.stats, expected.stats, strict=True), 1):
+def _check_continued(what: str, actual: Trained, expected: Trained) -> None:
+    check_names(actual.after, expected.after)
+    for number, (one, other) in enumerate(zip(actual.stats, expected.stats, strict=True), 1):
         for name in ("grad_norm", "learning_rate"):
             assert np.isclose(getattr(one, name), getattr(other, name), rtol=ROUNDING), (
                 f"{what}: step {number} was {one}, expected {other}"
             )
-    if found.data_rank.leader:
-        check_near(f"{what}: weights before the steps", found.before, expected.before, ROUNDING)
-        check_near(f"{what}: weights after the steps", found.after, expected.after, ROUNDING)
+    if actual.data_rank.leader:
+        check_near(f"{what}: weights before the steps", actual.before, expected.before, ROUNDING)
+        check_near(f"{what}: weights after the steps", actual.after, expected.after, ROUNDING)
 
 
 def _way(after: Arrays, before: Arrays) -> Arrays:
-    return {name: after[name] - each for name, each in before.items()}
+    return {name: after[name] - weight for name, weight in before.items()}

@@ -143,8 +143,8 @@ def call_before_build(rank: int, case: Case, step: Step, folder: str) -> dict[st
         "export_state": strategy.export_state,
         "import_state": lambda: strategy.import_state(PortableState(step_count=0, shapes={}, read=_nothing)),
     }
-    found = {name: raised(call) for name, call in calls.items()}
-    return found | {"close": raised(strategy.close), "close again": raised(strategy.close)}
+    errors = {name: raised(call) for name, call in calls.items()}
+    return errors | {"close": raised(strategy.close), "close again": raised(strategy.close)}
 
 
 def _nothing(name: str) -> ParameterState:
@@ -169,8 +169,8 @@ def only_score(rank: int, case: Case, step: Step, want: WantedOutputs) -> tuple[
     """Return the outputs of a role without an optimizer, and the errors of its training calls."""
     with built(case.with_(training=None), rank) as strategy:
         (micro,) = micros(step.sequences, step.sequences, WHOLE)
-        found = outputs(strategy, step.sequences, want)
-        return found, {
+        scores = outputs(strategy, step.sequences, want)
+        return scores, {
             "forward_backward": raised(lambda: strategy.forward_backward([micro], step.loss)),
             "optimizer_step": raised(strategy.optimizer_step),
         }
@@ -194,8 +194,8 @@ def average(
             take_step(strategy, step)
             held.append(weights(strategy))
         names = ("before", "average", "after")
-        found = {name: outputs(strategy, batch, replace(want, ema=name == "average")) for name in names}
-        return [*held, weights(strategy)], found
+        scores = {name: outputs(strategy, batch, replace(want, ema=name == "average")) for name in names}
+        return [*held, weights(strategy)], scores
 
 
 def live_together(rank: int, case: Case, step: Step, want: WantedOutputs) -> tuple[Rows, Rows, Trained]:
@@ -221,16 +221,16 @@ def describe_outputs(
     """Return shape, dtype, `requires_grad`, and the largest absolute value at first tokens, for each output."""
     with built(case, rank) as strategy:
         (micro,) = micros(sequences, sequences, WHOLE)
-        found = present(strategy.forward(micro, want))
+        tensors = present(strategy.forward(micro, want))
         first_T = (micro.positions_T == 0).numpy()
         return {
             name: (
-                tuple(each.shape),
-                str(each.dtype).removeprefix("torch."),
-                each.requires_grad,
-                float(np.abs(as_array(each)[first_T]).max()),
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                tensor.requires_grad,
+                float(np.abs(as_array(tensor)[first_T]).max()),
             )
-            for name, each in found.items()
+            for name, tensor in tensors.items()
         }
 
 
@@ -260,7 +260,7 @@ def list_exports(rank: int, case: Case, step: Step) -> tuple[list[tuple[str, tup
     """Return names, shapes and `requires_grad` of the exported tensors, before and after a step."""
 
     def exported(strategy: TrainStrategy) -> list[tuple[str, tuple[int, ...], bool]]:
-        return [(name, tuple(each.shape), each.requires_grad) for name, each in strategy.export_weights()]
+        return [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in strategy.export_weights()]
 
     with built(case, rank) as strategy:
         before = exported(strategy)
@@ -271,22 +271,22 @@ def list_exports(rank: int, case: Case, step: Step) -> tuple[list[tuple[str, tup
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-def save_between(rank: int, case: Case, steps: Sequence[Step | ModuleStep], at: int, folder: str) -> Trained:
+def save_between(rank: int, case: Case, steps: Sequence[Step | ModuleStep], done: int, folder: str) -> Trained:
     """Run all steps without interruption, and save after the first `at` steps.
 
     The deferred write that `save` returns is executed as late as possible, after the last step. It must not contain any
     of the later steps.
     """
     with built(case, rank) as strategy:
-        for step in steps[:at]:
+        for step in steps[:done]:
             take_step(strategy, step)
         mine = Path(folder) / f"rank-{rank}"
         mine.mkdir()
         write_the_rest = strategy.save(mine)
-        found = observe(strategy, steps[at:])
+        trained = observe(strategy, steps[done:])
         if write_the_rest is not None:
             write_the_rest()
-        return found
+        return trained
 
 
 def resume(
@@ -325,8 +325,8 @@ def export_after_steps(
         for step in steps:
             take_step(strategy, step)
         held = weights(strategy)
-        found = outputs(strategy, batch, want)
-        return held, found, raised(lambda: strategy.export_model(Path(folder)))
+        scores = outputs(strategy, batch, want)
+        return held, scores, raised(lambda: strategy.export_model(Path(folder)))
 
 
 def offload_between(rank: int, case: Case, steps: Sequence[Step], parts: Sequence[StateKind]) -> Trained:
@@ -412,16 +412,16 @@ def publish(
 # -- portable state ----------------------------------------------------------------------------------------------------
 
 
-def export_between(rank: int, case: Case, steps: Sequence[Step], at: int, folder: str) -> Trained:
+def export_between(rank: int, case: Case, steps: Sequence[Step], done: int, folder: str) -> Trained:
     """Run all steps without interruption, and export the state into `folder` after the first `at` steps.
 
     `before` has the weights at that point.
     """
     with built(case, rank) as strategy:
-        for step in steps[:at]:
+        for step in steps[:done]:
             take_step(strategy, step)
         strategy.save_portable(Path(folder))
-        return observe(strategy, steps[at:])
+        return observe(strategy, steps[done:])
 
 
 def go_on(rank: int, case: Case, spoil: Sequence[Step], steps: Sequence[Step], folder: str) -> Trained:
@@ -441,17 +441,17 @@ def import_foreign(rank: int, case: Case) -> dict[str, tuple[str, Raised | None]
     Return the parameter that does not fit and the error, by kind of mismatch.
     """
     with built(case, rank) as strategy:
-        own = strategy.export_state()
-        shapes = dict(own.shapes)
+        state = strategy.export_state()
+        shapes = dict(state.shapes)
         last, shape = list(shapes.items())[-1]
-        found: dict[str, tuple[str, Raised | None]] = {}
+        errors: dict[str, tuple[str, Raised | None]] = {}
         for what, odd, others in (
-            ("one parameter less", last, {name: each for name, each in shapes.items() if name != last}),
+            ("one parameter less", last, {name: shape for name, shape in shapes.items() if name != last}),
             ("one parameter more", "no.such.weight", shapes | {"no.such.weight": (2,)}),
             ("another shape", last, shapes | {last: (*shape[:-1], shape[-1] + 1)}),
         ):
-            found[what] = odd, raised(partial(strategy.import_state, replace(own, shapes=others)))
-        return found
+            errors[what] = odd, raised(partial(strategy.import_state, replace(state, shapes=others)))
+        return errors
 
 
 # -- module programs ---------------------------------------------------------------------------------------------------
@@ -477,11 +477,11 @@ def run_programs(
             held.append(weights(strategy))
         if case.training is not None and case.training.ema_per_batch:
             strategy.move_averages()
-        found = [module_outputs(strategy, rows, program, max_rows) for program in programs]
+        sampled = [module_outputs(strategy, rows, program, max_rows) for program in programs]
         held.append(weights(strategy))
         if folder:
             strategy.export_model(Path(folder))
-        return held, found
+        return held, sampled
 
 
 def refuse_a_module_loss(rank: int, case: Case, step: ModuleStep) -> tuple[Raised | None, Arrays, Arrays]:

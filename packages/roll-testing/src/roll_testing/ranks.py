@@ -112,7 +112,7 @@ class RankHost:
             return self._connection
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "roll_testing.rank_host", str(theirs.fileno()), *self._preload]
-        path = {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+        path = {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
         with theirs:
             self._process = subprocess.Popen(
                 command,

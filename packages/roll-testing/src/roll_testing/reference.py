@@ -73,8 +73,8 @@ class TransformersModel(ReferenceModel):
 
 def adamw(parameters: Mapping[str, nn.Parameter], training: TrainingSpec) -> Sequence[torch.optim.Optimizer]:
     """Build torch's AdamW with weight decay on matrices only; biases and norms are not decayed."""
-    matrices = [each for each in parameters.values() if each.ndim >= 2]
-    vectors = [each for each in parameters.values() if each.ndim < 2]
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
     optimizer = torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": training.weight_decay},
@@ -102,54 +102,56 @@ class Reference:
 
     def outputs(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> TokenOutputs:
         """Return outputs of the flat batch, with gradients."""
-        rows = [self._row(each, want) for each in sequences]
+        rows = [self._row(sequence, want) for sequence in sequences]
         return TokenOutputs(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
     def by_sequence(self, sequences: Sequence[TrainSequence], want: WantedOutputs) -> dict[str, dict[str, Floats]]:
         """Return outputs without gradients, by output name and then by sequence id."""
-        found: dict[str, dict[str, Floats]] = {}
+        by_name: dict[str, dict[str, Floats]] = {}
         with torch.no_grad():
-            for each in sequences:
-                for name, tensor in self._row(each, want).items():
-                    found.setdefault(name.rpartition("_")[0], {})[each.id] = as_array(tensor)
-        return found
+            for sequence in sequences:
+                for name, tensor in self._row(sequence, want).items():
+                    by_name.setdefault(name.rpartition("_")[0], {})[sequence.id] = as_array(tensor)
+        return by_name
 
     def _row(self, sequence: TrainSequence, want: WantedOutputs) -> dict[str, Tensor]:
         tokens_L = torch.from_numpy(sequence.tokens).long()
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if want.values:
             scores_L = self.model.scores(tokens_L).float()
             if self.task == "value":  # the state before token t is the state after token t - 1
                 scores_L = torch.cat([scores_L.new_zeros(1), scores_L[:-1]])
-            found["values_T"] = scores_L
+            tensors["values_T"] = scores_L
         if not want.head:
-            return found
+            return tensors
         all_LV = torch.log_softmax(self.model.logits(tokens_L).float() / want.temperature, dim=-1)[:-1]
         if want.logprobs:
-            found["logprobs_T"] = _after_nothing(all_LV.gather(1, tokens_L[1:, None])[:, 0])
+            tensors["logprobs_T"] = _after_nothing(all_LV.gather(1, tokens_L[1:, None])[:, 0])
         if want.entropy:
-            found["entropy_T"] = _after_nothing(-(all_LV.exp() * all_LV).sum(-1))
+            tensors["entropy_T"] = _after_nothing(-(all_LV.exp() * all_LV).sum(-1))
         if want.topk:
             best = all_LV.topk(want.topk, dim=-1)
-            found["topk_logprobs_TK"] = _after_nothing(best.values)
-            found["topk_ids_TK"] = _after_nothing(best.indices)
+            tensors["topk_logprobs_TK"] = _after_nothing(best.values)
+            tensors["topk_ids_TK"] = _after_nothing(best.indices)
         if want.gathered and sequence.gather_ids is not None:
             ids_LK = torch.from_numpy(sequence.gather_ids)
-            found["gathered_logprobs_TK"] = _after_nothing(all_LV.gather(1, ids_LK[1:]))
-        return found
+            tensors["gathered_logprobs_TK"] = _after_nothing(all_LV.gather(1, ids_LK[1:]))
+        return tensors
 
     def gradient(self, sequences: Sequence[TrainSequence], loss: LossFn) -> Arrays:
         """Return the gradient of the whole batch's loss, by parameter name."""
         self._backward(sequences, loss)
-        found = {name: as_array(each.grad) for name, each in self.parameters.items() if each.grad is not None}
+        gradients = {
+            name: as_array(parameter.grad) for name, parameter in self.parameters.items() if parameter.grad is not None
+        }
         self.model.module.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
     def _backward(self, sequences: Sequence[TrainSequence], loss: LossFn) -> float:
         (flat,) = pack(sequences)
-        found = loss(self.outputs(sequences, loss.want), flat)
-        found.loss.backward()  # type: ignore[no-untyped-call]
-        return float(found.loss.detach())
+        result = loss(self.outputs(sequences, loss.want), flat)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        return float(result.loss.detach())
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -176,8 +178,8 @@ class Reference:
             limit = training.max_grad_norm or float("inf")
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
             learning_rate = float(optimizers[0].param_groups[0]["lr"])
-            for each in (*optimizers, *schedules):
-                each.step()
+            for part in (*optimizers, *schedules):
+                part.step()
             self.model.module.zero_grad(set_to_none=True)
             yield ReferenceStep(loss=loss, grad_norm=norm, learning_rate=learning_rate)
 
@@ -186,8 +188,8 @@ class Reference:
     def state(self) -> dict[str, Arrays]:
         """Return master weights and moments after steps of `train`, by kind and then by parameter name."""
         (optimizer,) = self.optimizers
-        held = {name: optimizer.state[each] for name, each in self.parameters.items()}
-        moments = {kind: {name: as_array(each[kind]) for name, each in held.items()} for kind in MOMENTS}
+        held = {name: optimizer.state[parameter] for name, parameter in self.parameters.items()}
+        moments = {kind: {name: as_array(state[kind]) for name, state in held.items()} for kind in MOMENTS}
         return {"master": self.weights(), **moments}
 
     def portable_state(self, step_count: int) -> PortableState:
@@ -195,16 +197,16 @@ class Reference:
         held = self.state()
 
         def read(name: str) -> ParameterState:
-            return ParameterState(**{kind: torch.from_numpy(each[name]) for kind, each in held.items()})
+            return ParameterState(**{kind: torch.from_numpy(tensors[name]) for kind, tensors in held.items()})
 
-        shapes = {name: tuple(each.shape) for name, each in self.parameters.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         return PortableState(step_count=step_count, shapes=shapes, read=read)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def weights(self) -> Arrays:
         """Return the parameters by name. A tied parameter appears once."""
-        return {name: as_array(each) for name, each in self.parameters.items()}
+        return {name: as_array(parameter) for name, parameter in self.parameters.items()}
 
     def aliases(self) -> set[str]:
         """Return every name under which a parameter may be exported, including all names of tied parameters."""

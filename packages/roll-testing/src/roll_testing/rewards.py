@@ -69,9 +69,9 @@ class RewardConformance(PackagingTests):
     def reward(self) -> Iterator[RewardFunction]:
         """A started reward."""
         self._engine_or_skip()
-        found = self._new()
-        yield found
-        found.close()
+        reward = self._new()
+        yield reward
+        reward.close()
 
     # -- tests ---------------------------------------------------------------------------------------------------------
 
@@ -79,40 +79,40 @@ class RewardConformance(PackagingTests):
         """Each of `examples` must get its value."""
         if not self.examples:
             pytest.skip(f"{type(self).__name__} has no examples")
-        for each in self.examples:
-            found = score(reward, self._request(each.prompt, each.response, each.columns))
-            if each.value is None:
-                assert found.failed, f"{each.response!r} got {found.value}, expected a failure"
+        for example in self.examples:
+            scored = score(reward, self._request(example.prompt, example.response, example.columns))
+            if example.value is None:
+                assert scored.failed, f"{example.response!r} got {scored.value}, expected a failure"
             else:
-                assert found.value == pytest.approx(each.value, abs=self.tolerance), (
-                    f"{each.response!r} got {found.value}{found.failure and f' ({found.failure})'}, expected"
-                    f" {each.value}"
+                assert scored.value == pytest.approx(example.value, abs=self.tolerance), (
+                    f"{example.response!r} got {scored.value}{scored.failure and f' ({scored.failure})'}, expected"
+                    f" {example.value}"
                 )
 
     def test_every_response_gets_a_finite_value_or_a_failure(self, reward: RewardFunction) -> None:
         """Any text must get a `Reward` with a finite value, or raise `RewardFailure`. No other exception, no NaN."""
         for request in self._requests():
-            found = score(reward, request)
-            assert isinstance(found, Reward), f"score returned {type(found).__name__}, expected a Reward"
-            assert (found.value is None) == bool(found.failure), "a reward has either a value or a failure"
-            assert found.value is None or math.isfinite(found.value), f"{request.response[:40]!r} got {found.value}"
-            for name, value in found.detail.items():
+            scored = score(reward, request)
+            assert isinstance(scored, Reward), f"score returned {type(scored).__name__}, expected a Reward"
+            assert (scored.value is None) == bool(scored.failure), "a reward has either a value or a failure"
+            assert scored.value is None or math.isfinite(scored.value), f"{request.response[:40]!r} got {scored.value}"
+            for name, value in scored.detail.items():
                 assert isinstance(value, str) or math.isfinite(value), f"detail {name} is {value}"
 
     def test_values_are_those_that_the_schema_states(self, reward: RewardFunction) -> None:
         """With `zero_or_one` in the schema, every value must be 0 or 1."""
         self.need(self.config().zero_or_one, "zero_or_one")
         for request in self._requests():
-            found = score(reward, request)
-            assert found.value in (None, 0.0, 1.0), f"{request.response[:40]!r} got {found.value}, expected 0 or 1"
+            scored = score(reward, request)
+            assert scored.value in (None, 0.0, 1.0), f"{request.response[:40]!r} got {scored.value}, expected 0 or 1"
 
     def test_the_same_sample_gets_the_same_reward(self, reward: RewardFunction) -> None:
         """Two instances must agree, in any order of the samples: each process of a worker has its own instance."""
         self.need(self.repeats, "repeats")
         other = self._new()
         requests = list(self._requests())
-        first = [score(reward, each) for each in requests]
-        second = [score(other, each) for each in reversed(requests)][::-1]
+        first = [score(reward, request) for request in requests]
+        second = [score(other, request) for request in reversed(requests)][::-1]
         other.close()
         for request, one, two in zip(requests, first, second, strict=True):
             assert one == two, f"{request.response[:40]!r} got {one.value}, then {two.value}"
@@ -129,29 +129,29 @@ class RewardConformance(PackagingTests):
         config = self.config()
         assert pickle.loads(pickle.dumps(config)) == config, "the configuration does not equal itself after pickling"
         for request in self._requests():
-            found = score(reward, request)
-            assert pickle.loads(pickle.dumps(found)) == found, "the reward does not equal itself after pickling"
+            scored = score(reward, request)
+            assert pickle.loads(pickle.dumps(scored)) == scored, "the reward does not equal itself after pickling"
 
     def test_closing_twice_is_allowed(self) -> None:
         """`close` must be allowed twice, and before `start`."""
         self._engine_or_skip()
         for starts in (False, True):
-            found = self._new(starts=starts)
-            found.close()
-            found.close()
+            reward = self._new(starts=starts)
+            reward.close()
+            reward.close()
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _new(self, *, starts: bool = True) -> RewardFunction:
         cls = load_class(self.provider.target, RewardFunction, owner=self.name)  # type: ignore[type-abstract]
-        found = cls(self.config())
+        reward = cls(self.config())
         if starts:
-            found.start()
-        return found
+            reward.start()
+        return reward
 
     def _requests(self) -> Iterator[RewardRequest]:
-        for each in self.examples:
-            yield self._request(each.prompt, each.response, each.columns)
+        for example in self.examples:
+            yield self._request(example.prompt, example.response, example.columns)
         columns = self.row or (
             self.examples[0].columns if self.examples else dict.fromkeys(self.config().columns().values(), "1")
         )

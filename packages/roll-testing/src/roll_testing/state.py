@@ -76,9 +76,9 @@ class StateTests(TrainKit):
         case, steps = case.with_(training=training), self._steps(done + 2)
         straight = self.run(save_between, case, steps, done, str(tmp_path))
         resumed = self.run(resume, case, self._steps(1, seed=50), steps[done:], str(tmp_path))
-        for rank, (found, expected) in enumerate(zip(resumed, straight, strict=True)):
-            check_same(f"weights of rank {rank}, loaded after {done} steps", found.before, expected.before)
-            check_same_run(f"rank {rank}, resumed after {done} steps,", found, expected)
+        for rank, (trained, expected) in enumerate(zip(resumed, straight, strict=True)):
+            check_same(f"weights of rank {rank}, loaded after {done} steps", trained.before, expected.before)
+            check_same_run(f"rank {rank}, resumed after {done} steps,", trained, expected)
 
     def test_saving_changes_nothing(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """Saving must not change the weights after the following steps."""
@@ -93,11 +93,11 @@ class StateTests(TrainKit):
     def test_exported_weights_are_those_that_compute(self, case: Case, world_size: int, tmp_path: Path) -> None:
         """After two steps, the reference with the exported weights must compute the strategy's logprobs."""
         self.need_training()
-        held, found, _ = self._exported(case, "causal_lm", tmp_path)
+        held, logprobs, _ = self._exported(case, "causal_lm", tmp_path)
         reference = self.reference(case)
         reference.take(held)
         expected = reference.by_sequence(self.batch(), WantedOutputs(logprobs=True))
-        check_rows("logprobs by exported weights", found, expected["logprobs"], BOUNDS["fp32"].outputs)
+        check_rows("logprobs by exported weights", logprobs, expected["logprobs"], BOUNDS["fp32"].outputs)
 
     def test_an_exported_model_is_loaded_by_transformers(
         self, case: Case, task: Task, world_size: int, tmp_path: Path
@@ -110,7 +110,7 @@ class StateTests(TrainKit):
         self.need_training()
         if load_target(self.provider.target, owner=self.name).export_model is TrainStrategy.export_model:
             pytest.skip(f"{self.name} does not implement export_model")
-        held, found, error = self._exported(case, task, tmp_path)
+        held, outputs, error = self._exported(case, task, tmp_path)
         if error is not None:
             if error.is_a(UnsupportedError) and task != "causal_lm":
                 return
@@ -120,7 +120,7 @@ class StateTests(TrainKit):
         check_same("weights of the exported model", weights, {name: held[name] for name in weights if name in held})
         output, want = ASKED[task]
         expected = loaded.by_sequence(self.batch(), want)[output]
-        check_rows(f"{output} of the exported model", found, expected, BOUNDS["fp32"].outputs)
+        check_rows(f"{output} of the exported model", outputs, expected, BOUNDS["fp32"].outputs)
         _same_tokenizer(tmp_path, case.model.tokenizer or case.model.path)
 
     def test_adapters_are_merged_on_export(self, case: Case, world_size: int, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ class StateTests(TrainKit):
         self.need(self.can.lora, "lora")
         adapters = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
         case = case.with_(model=replace(case.model, lora=adapters))
-        held, found, _ = self._exported(case, "causal_lm", tmp_path)
+        held, logprobs, _ = self._exported(case, "causal_lm", tmp_path)
         _, found_base, _ = self._exported(case, "causal_lm", tmp_path, base=True)
         reference, want = self.reference(case), WantedOutputs(logprobs=True)
         untrained = reference.by_sequence(self.batch(), want)["logprobs"]
@@ -143,7 +143,7 @@ class StateTests(TrainKit):
         )
         reference.take(held)
         trained = reference.by_sequence(self.batch(), want)["logprobs"]
-        check_rows("logprobs by merged weights", found, trained, BOUNDS["fp32"].outputs)
+        check_rows("logprobs by merged weights", logprobs, trained, BOUNDS["fp32"].outputs)
 
     @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
     def test_a_receiver_gets_the_published_weights(self, case: Case, world_size: int, transport: str) -> None:
@@ -154,7 +154,7 @@ class StateTests(TrainKit):
         self.need_training()
         self.need(transport in self.can.weight_transports, f"the transport {transport}")
         answers = self.run(publish, case.with_(training=TRAINING), self._steps(2), transport)
-        (sent,) = [each for each in answers if each]
+        (sent,) = [answer for answer in answers if answer]
         for version, (held, exported) in enumerate(sent, 1):
             check_names(held, exported)
             if odd := sorted(name for name in exported if held[name] != exported[name]):
@@ -183,7 +183,7 @@ class StateTests(TrainKit):
         """
         self.need_training()
         self.need(self.can.offload, "offload")
-        dtype = next((each for each in ("bf16", "fp16") if each in self.dtypes()), "fp32")
+        dtype = next((dtype for dtype in ("bf16", "fp16") if dtype in self.dtypes()), "fp32")
         model = replace(case.model, dtype=dtype)
         if trained == "adapters":
             self.need(self.can.lora, "lora")
@@ -192,8 +192,8 @@ class StateTests(TrainKit):
         answers = self.run(compute_while_away, case, self._steps(1)[0], self.batch(), WantedOutputs(logprobs=True))
         for rank, ((rows, held), (rows_away, held_away)) in enumerate(answers):
             check_same(f"weights of rank {rank} while the optimizer is away", held_away, held)
-            for name, found in rows_away.items():
-                check_rows(f"{name} of rank {rank} while the optimizer is away", found, rows[name], 0.0)
+            for name, away in rows_away.items():
+                check_rows(f"{name} of rank {rank} while the optimizer is away", away, rows[name], 0.0)
 
     @pytest.mark.parametrize("parts", ["optimizer", "all"])
     def test_offload_frees_memory(
@@ -210,14 +210,14 @@ class StateTests(TrainKit):
             pytest.skip(f"slots of platform {platform.name} have no memory of their own")
         large = case.with_(training=TRAINING, model=models("large"))
         used: Sequence[MemoryUsed] = self.run(offload_and_measure, large, self._steps(1)[0], PARTS[parts])
-        for rank, each in enumerate(used):
-            assert each.held > 0, f"memory() of rank {rank} has no bytes for {parts}"
-            assert each.before - each.away >= RETURNED * each.held, (
-                f"rank {rank}: {parts} have {each.held:,} bytes, but offload freed only"
-                f" {each.before - each.away:,}: something still references them"
+        for rank, memory in enumerate(used):
+            assert memory.held > 0, f"memory() of rank {rank} has no bytes for {parts}"
+            assert memory.before - memory.away >= RETURNED * memory.held, (
+                f"rank {rank}: {parts} have {memory.held:,} bytes, but offload freed only"
+                f" {memory.before - memory.away:,}: something still references them"
             )
-            assert each.back - each.away >= RETURNED * each.held, (
-                f"rank {rank}: onload allocated only {each.back - each.away:,} of {each.held:,} bytes"
+            assert memory.back - memory.away >= RETURNED * memory.held, (
+                f"rank {rank}: onload allocated only {memory.back - memory.away:,} of {memory.held:,} bytes"
             )
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -239,16 +239,18 @@ class StateTests(TrainKit):
         output, want = ASKED[task]
         want = replace(want, base=base)
         answers = self.run(export_after_steps, case.with_(training=TRAINING), steps, self.batch(), want, str(folder))
-        found: dict[str, Floats] = {}
+        by_sequence: dict[str, Floats] = {}
         for _, rows, _ in answers:
-            found |= rows.get(output, {})
+            by_sequence |= rows.get(output, {})
         held: Arrays = next(weights for weights, _, _ in answers if weights)
-        return held, found, next((error for _, _, error in answers if error is not None), None)
+        return held, by_sequence, next((error for _, _, error in answers if error is not None), None)
 
 
 def _same_tokenizer(exported: Path, source: str) -> None:
     """Fail unless both tokenizers have the same tokens when transformers loads them."""
     from transformers import AutoTokenizer
 
-    found, expected = (AutoTokenizer.from_pretrained(place).get_vocab() for place in (str(exported), source))
-    assert found == expected, f"the tokenizer beside the exported model has {len(found)} tokens, not those of {source}"
+    vocabulary, expected = (AutoTokenizer.from_pretrained(place).get_vocab() for place in (str(exported), source))
+    assert vocabulary == expected, (
+        f"the tokenizer beside the exported model has {len(vocabulary)} tokens, not those of {source}"
+    )

@@ -46,7 +46,7 @@ class AnyReward(RewardConformance):
         try:
             return super().config()
         except ValidationError as error:
-            keys = ", ".join(".".join(map(str, each["loc"])) or each["msg"] for each in error.errors())
+            keys = ", ".join(".".join(map(str, problem["loc"])) or problem["msg"] for problem in error.errors())
             pytest.skip(f"the configuration needs {keys}: write a RewardConformance with settings")
 
     def _new(self, *, starts: bool = True) -> RewardFunction:
@@ -75,7 +75,7 @@ class AnyFunction(FunctionTests):
         try:
             return super()._function()
         except ValidationError as error:
-            keys = ", ".join(".".join(map(str, each["loc"])) for each in error.errors())
+            keys = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
             pytest.skip(f"the options need {keys}: write a suite with options")
 
 

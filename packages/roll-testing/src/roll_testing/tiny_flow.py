@@ -87,8 +87,8 @@ class TinyFlowLibrary(ModelLibrary):
 
     @override
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        found: Any = module.blocks
-        return list(found)
+        blocks: Any = module.blocks
+        return list(blocks)
 
     @override
     def write(self, module: nn.Module, spec: ModelSpec, state: Mapping[str, Tensor], path: Path) -> None:
@@ -100,7 +100,9 @@ class TinyFlowLibrary(ModelLibrary):
             "width": state["cond.weight"].shape[0],
         }
         (path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
-        save_file({name: each.detach().cpu().contiguous() for name, each in state.items()}, path / "flow.safetensors")
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path / "flow.safetensors"
+        )
 
 
 def _folder(spec: ModelSpec) -> Path:
@@ -114,7 +116,7 @@ def flow_rows(number: int = 7, *, seed: int = 0, size: int = 6, cond_size: int =
     rng = np.random.default_rng(seed)
     return [
         ModuleRow(
-            id=f"row-{seed}-{at}",
+            id=f"row-{seed}-{index}",
             arrays={
                 "x": rng.normal(size=size).astype(np.float32),
                 "cond": rng.normal(size=cond_size).astype(np.float32),
@@ -122,7 +124,7 @@ def flow_rows(number: int = 7, *, seed: int = 0, size: int = 6, cond_size: int =
                 "sigma": np.float32(rng.uniform()) + np.zeros((), np.float32),
             },
         )
-        for at in range(number)
+        for index in range(number)
     ]
 
 
@@ -160,14 +162,14 @@ class FlowMatching:
 
     def __call__(self, module: ProgramModule, batch: ModuleBatch) -> LossOutput:
         """Sum over rows, divided by the rows of the step."""
-        given = batch.tensors
-        sigma_B1 = given["sigma"][:, None]
-        x_BD = (1 - sigma_B1) * given["x"] + sigma_B1 * given["noise"]
-        found_BD = module(x_BD, given["sigma"], cond=given["cond"]).float()
-        loss_B = (found_BD - (given["noise"] - given["x"])).square().mean(dim=1)
+        tensors = batch.tensors
+        sigma_B1 = tensors["sigma"][:, None]
+        x_BD = (1 - sigma_B1) * tensors["x"] + sigma_B1 * tensors["noise"]
+        found_BD = module(x_BD, tensors["sigma"], cond=tensors["cond"]).float()
+        loss_B = (found_BD - (tensors["noise"] - tensors["x"])).square().mean(dim=1)
         for name in self.others:
             with module.base() if name == "base" else module.average():
-                other_BD = module(x_BD, given["sigma"], cond=given["cond"]).float()
+                other_BD = module(x_BD, tensors["sigma"], cond=tensors["cond"]).float()
             loss_B = loss_B + (found_BD - other_BD).square().mean(dim=1)
         if self.spoilt in batch.ids:
             loss_B = loss_B * float("nan")

@@ -93,7 +93,7 @@ class TrackerConformance(PackagingTests):
         tracker = self._open(tmp_path)
         tracker.log(*STEPS[0])
         tracker.close()
-        left = [each.name for each in threading.enumerate() if each not in before]
+        left = [thread.name for thread in threading.enumerate() if thread not in before]
         assert not left, f"threads run after close: {', '.join(left)}"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -105,12 +105,14 @@ class TrackerConformance(PackagingTests):
         return cls(run_dir, "conformance", dict(self.settings))
 
     def _check(self, run_dir: Path, expected: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        found = self.read(run_dir)
-        if found is None:
+        recorded = self.read(run_dir)
+        if recorded is None:
             pytest.skip(f"{type(self).__name__} does not override read")
-        rounded = [(step, {name: _rounded(value) for name, value in metrics.items()}) for step, metrics in found]
-        wanted = [(step, {name: _rounded(value) for name, value in metrics.items()}) for step, metrics in expected]
-        assert rounded == wanted, f"recorded {json.dumps(found)}, expected {json.dumps(expected)}"
+        rounded = [(step, {name: _rounded(value) for name, value in metrics.items()}) for step, metrics in recorded]
+        expected_rounded = [
+            (step, {name: _rounded(value) for name, value in metrics.items()}) for step, metrics in expected
+        ]
+        assert rounded == expected_rounded, f"recorded {json.dumps(recorded)}, expected {json.dumps(expected)}"
 
 
 def _rounded(value: float) -> float:

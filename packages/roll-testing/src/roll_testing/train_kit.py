@@ -115,25 +115,25 @@ class TrainKit(Kit):
         try:
             values: dict[str, Sequence[Any]] = {
                 "variant": list(self.variants),
-                "world_size": [(each, size) for each in self.variants for size in self.sizes(each)],
-                "several": [(each, size) for each in self.variants for size in self.sizes(each) if size > 1],
+                "world_size": [(variant, size) for variant in self.variants for size in self.sizes(variant)],
+                "several": [(variant, size) for variant in self.variants for size in self.sizes(variant) if size > 1],
                 "task": [task for task in self.can.tasks if task != "flow"],
                 "scalar_task": [task for task in self.can.tasks if task in ("value", "reward")],
                 "low_dtype": [dtype for dtype in self.dtypes() if dtype != "fp32"],
             }
             if self._missing_engine():
-                values = {name: each[:1] for name, each in values.items()}
+                values = {name: options[:1] for name, options in values.items()}
         except PluginError:  # `test_it_is_found_by_its_name` reports this error
             values = dict.fromkeys(("world_size", "several", "task", "scalar_task", "low_dtype"), ())
             values["variant"] = list(self.variants)
-        wanted = set(metafunc.fixturenames)
-        if sized := wanted & {"world_size", "several"}:
+        fixtures = set(metafunc.fixturenames)
+        if sized := fixtures & {"world_size", "several"}:
             (name,) = sized
             metafunc.parametrize(("variant", name), values[name])
-        elif "variant" in wanted:
+        elif "variant" in fixtures:
             metafunc.parametrize("variant", values["variant"])
         for name in ("task", "scalar_task", "low_dtype"):
-            if name in wanted:
+            if name in fixtures:
                 metafunc.parametrize(name, values[name])
 
     @pytest.fixture(autouse=True)
@@ -156,8 +156,8 @@ class TrainKit(Kit):
             if which not in written:
                 folder = tmp_path_factory.mktemp(f"model-{which}")
                 written[which] = self.large_model(folder) if which == "large" else self.model(which, folder)
-            found: ModelSpec = written[which]
-            return found
+            spec: ModelSpec = written[which]
+            return spec
 
         return made
 
@@ -209,8 +209,8 @@ class TrainKit(Kit):
             answers[key] = host.run(
                 function, with_port, *arguments, num_ranks=case.world_size, timeout_s=self.timeout_s
             )
-        found: tuple[Any, ...] = answers[key]
-        return found
+        result: tuple[Any, ...] = answers[key]
+        return result
 
     def scored(
         self, case: Case, sequences: Sequence[TrainSequence], want: WantedOutputs, split: Split
@@ -218,11 +218,11 @@ class TrainKit(Kit):
         """Return outputs of the whole batch, gathered from the leaders, by output name and then by sequence id."""
         from roll_testing.programs import score
 
-        found: dict[str, dict[str, Floats]] = {}
+        scores: dict[str, dict[str, Floats]] = {}
         for answer in self.run(score, case, sequences, want, split):
             for name, rows in answer.items():
-                found.setdefault(name, {}).update(rows)
-        return found
+                scores.setdefault(name, {}).update(rows)
+        return scores
 
     def trained(self, case: Case, training: TrainingSpec, steps: Sequence[Step | ModuleStep]) -> Trained:
         """Run optimizer steps on all ranks.
@@ -233,12 +233,12 @@ class TrainKit(Kit):
 
         self.need_training()
         answers: list[Trained] = list(self.run(train, case.with_(training=training), steps))
-        leaders = [each for each in answers if each.data_rank.leader]
+        leaders = [answer for answer in answers if answer.data_rank.leader]
         together = [
-            {name: sum(each.metrics[i].get(name, 0.0) for each in leaders) for name in _names(leaders, i)}
+            {name: sum(answer.metrics[i].get(name, 0.0) for answer in leaders) for name in _names(leaders, i)}
             for i in range(len(steps))
         ]
-        source = next(each for each in answers if each.data_rank.index == 0 and each.data_rank.leader)
+        source = next(answer for answer in answers if answer.data_rank.index == 0 and answer.data_rank.leader)
         return replace(source, stats=answers[0].stats, metrics=tuple(together))
 
     def reference(self, case: Case) -> Reference:
@@ -272,8 +272,8 @@ class TrainKit(Kit):
         pytest.fail(f"{type(self).__name__}: none of the variants {', '.join(self.variants)} runs on one rank")
 
     def _platform_target(self, name: str) -> str:
-        return next(each.target for each in registry().providers(PlatformProvider) if each.name == name)
+        return next(platform.target for platform in registry().providers(PlatformProvider) if platform.name == name)
 
 
 def _names(answers: Sequence[Trained], step: int) -> list[str]:
-    return sorted({name for each in answers for name in each.metrics[step]})
+    return sorted({name for answer in answers for name in answer.metrics[step]})

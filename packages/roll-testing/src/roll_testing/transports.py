@@ -55,15 +55,15 @@ def weights(seed: int = 0) -> Weights:
     One is larger than a bucket; others are scalar, empty or transposed.
     """
     generator = torch.Generator().manual_seed(seed)
-    found: Weights = {f"layer.{at}": torch.randn(700 + 97 * at, generator=generator) for at in range(12)}
-    found["large"] = torch.randn(90, 60, generator=generator)
-    found["half"] = torch.randn(40, 33, generator=generator).bfloat16()
-    found["scalar"], found["empty"] = torch.tensor(seed + 2.5), torch.zeros(0, 8)
-    found["bytes"], found["transposed"] = (
+    weights: Weights = {f"layer.{index}": torch.randn(700 + 97 * index, generator=generator) for index in range(12)}
+    weights["large"] = torch.randn(90, 60, generator=generator)
+    weights["half"] = torch.randn(40, 33, generator=generator).bfloat16()
+    weights["scalar"], weights["empty"] = torch.tensor(seed + 2.5), torch.zeros(0, 8)
+    weights["bytes"], weights["transposed"] = (
         torch.arange(17, dtype=torch.int8),
         torch.randn(30, 20, generator=generator).t(),
     )
-    return found
+    return weights
 
 
 class WeightTransportConformance(PackagingTests):
@@ -165,9 +165,9 @@ class WeightTransportConformance(PackagingTests):
         """
 
         def torn(target: Tensor, source: Tensor) -> str:
-            found = copy_digested(target, source)
+            digest = copy_digested(target, source)
             target.view(-1).view(torch.uint8)[:1] ^= 16
-            return found
+            return digest
 
         monkeypatch.setattr("roll_core.spec.weights.copy_digested", torn)
         sender, sent, held = self.open_sender(1), weights(), {}
@@ -236,7 +236,7 @@ class WeightTransportConformance(PackagingTests):
 
     def test_a_sender_that_hangs_up_frees_its_receivers(self) -> None:
         """If the sender closes, receivers must raise `SenderLostError` before their deadline instead of blocking."""
-        sender, found = self.open_sender(1), []
+        sender, left_s = self.open_sender(1), []
 
         def act(rank: int, endpoint: ReceiverEndpoint) -> None:
             deadline = Deadline(IN_TIME)
@@ -244,11 +244,11 @@ class WeightTransportConformance(PackagingTests):
             try:
                 _read_all(rank, endpoint, deadline)
             except SenderLostError:
-                found.append(deadline.left)
+                left_s.append(deadline.left)
 
         (thread,) = self.receive(sender.address, 1, act, 0)
         thread.join(IN_TIME)
-        if not found or not found[0]:
+        if not left_s or not left_s[0]:
             raise AssertionError("the receiver raised no SenderLostError before its deadline")
 
     @pytest.mark.parametrize(

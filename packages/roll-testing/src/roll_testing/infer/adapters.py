@@ -59,7 +59,7 @@ class AdapterTests(InferKit):
         stored = self.stored(setup)
         good = self.published(random_adapter(stored, _layers(stored), 5), setup.model)
         name = list(good)[len(good) // 2]
-        rest = {each: tensor for each, tensor in good.items() if each != name}
+        rest = {other: tensor for other, tensor in good.items() if other != name}
         longer = torch.cat([good[name]] * 2)
         surprise = {"model.layers.99.mlp.up_proj.lora_A.weight": good[name]}
         for announced, sent, kind, culprit in (
@@ -90,8 +90,8 @@ class AdapterTests(InferKit):
 
 def _layers(weights: Mapping[str, Tensor]) -> list[str]:
     """Return the linear layers except the head, as `all-linear` selects them."""
-    found = [name.removesuffix(".weight") for name, each in weights.items() if each.ndim == 2]
-    return [name for name in found if "embed" not in name and not name.startswith("lm_head")]
+    layers = [name.removesuffix(".weight") for name, weight in weights.items() if weight.ndim == 2]
+    return [name for name in layers if "embed" not in name and not name.startswith("lm_head")]
 
 
 def random_adapter(
@@ -103,22 +103,22 @@ def random_adapter(
     is not `RANK`.
     """
     source = torch.Generator().manual_seed(seed)
-    found = {}
+    adapter = {}
     for layer in layers:
         weight = weights[f"{layer}.weight"].float()
         size = SIZE * float(weight.std(correction=0))
         rank = (ranks or {}).get(layer.rpartition(".")[2], RANK)
-        found[f"{layer}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=source) / rank**0.5
-        found[f"{layer}.lora_B.weight"] = size * torch.randn(weight.shape[0], rank, generator=source)
-    return found
+        adapter[f"{layer}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=source) / rank**0.5
+        adapter[f"{layer}.lora_B.weight"] = size * torch.randn(weight.shape[0], rank, generator=source)
+    return adapter
 
 
 def merged(weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights with W + B A merged, computed in float64 and rounded to float32."""
-    found = dict(weights)
+    result = dict(weights)
     for name, a in adapter.items():
         if name.endswith(".lora_A.weight"):
             layer = name.removesuffix(".lora_A.weight")
             b = adapter[f"{layer}.lora_B.weight"]
-            found[f"{layer}.weight"] = weights[f"{layer}.weight"].double().add(b.double() @ a.double()).float()
-    return found
+            result[f"{layer}.weight"] = weights[f"{layer}.weight"].double().add(b.double() @ a.double()).float()
+    return result

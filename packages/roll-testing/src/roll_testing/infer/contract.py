@@ -63,9 +63,9 @@ class InferContractTests(InferKit):
             ask(self.prompt(1 + i % 23, seed=i), n=1 + i % 3, temperature=i % 2, max_new_tokens=1 + i % 13)
             for i in range(48)
         ]
-        found = engine.generate(*requests)
-        self.check_logprobs(setup, oracle, requests, found)
-        for request, completion in zip(requests, found, strict=True):
+        completions = engine.generate(*requests)
+        self.check_logprobs(setup, oracle, requests, completions)
+        for request, completion in zip(requests, completions, strict=True):
             sizes = [len(output.token_ids) for output in completion.outputs]
             if completion.id != request.id or sizes != [request.params.max_new_tokens] * request.n:
                 raise AssertionError(
@@ -80,13 +80,15 @@ class InferContractTests(InferKit):
         """
         names: set[str] = set()
         for _ in range(2):
-            found = engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics())))
-            wrong = {name: value for name, value in found.items() if not math.isfinite(float(value))}
+            metrics = engine.run(lambda: _at_once(lambda: dict(engine.strategy.metrics())))
+            wrong = {name: value for name, value in metrics.items() if not math.isfinite(float(value))}
             assert not wrong, f"metrics must be finite: {wrong}"
-            if unknown := set(engine.strategy.metric_kinds) - set(found):
+            if unknown := set(engine.strategy.metric_kinds) - set(metrics):
                 raise AssertionError(f"metric_kinds names {sorted(unknown)}, which metrics() does not have")
-            assert not names or names == set(found), f"the names of the metrics changed: {sorted(names ^ set(found))}"
-            names = set(found)
+            assert not names or names == set(metrics), (
+                f"the names of the metrics changed: {sorted(names ^ set(metrics))}"
+            )
+            names = set(metrics)
             engine.generate(ask(self.prompt(3)))
 
     # -- capabilities and refusals -------------------------------------------------------------------------------------
@@ -139,9 +141,9 @@ class InferContractTests(InferKit):
             "no outputs": ask([5], n=0),
         }.items():
             good = ask(self.prompt(3))
-            found = _each(engine, request, good)
-            expect(_error_of(found[0]), RollError, what)
-            assert _error_of(found[1]) is None, f"a valid request next to one with {what} raised {found[1]}"
+            results = _each(engine, request, good)
+            expect(_error_of(results[0]), RollError, what)
+            assert _error_of(results[1]) is None, f"a valid request next to one with {what} raised {results[1]}"
 
     def test_a_request_longer_than_the_context_is_refused(self, engine: Engine) -> None:
         """A request must raise a `RollError` if its prompt is too long, or leaves too little room for `max_new_tokens`.
@@ -152,8 +154,8 @@ class InferContractTests(InferKit):
             pytest.skip(f"{self.name} has no limit of length")
         for prompt, new in ((self.context + 8, 4), (self.context - 8, 64)):
             numbers = {str(prompt), str(prompt + new), str(self.context)}
-            found = _each(engine, ask(self.prompt(prompt), max_new_tokens=new))
-            error = _error_of(found[0])
+            results = _each(engine, ask(self.prompt(prompt), max_new_tokens=new))
+            error = _error_of(results[0])
             expect(error, RollError, f"a prompt of {prompt} tokens with {new} new ones")
             assert error is not None
             assert any(number in error.message for number in numbers), (
@@ -170,15 +172,15 @@ class InferContractTests(InferKit):
 
         async def act() -> list[Completion]:
             cancelled = asyncio.create_task(engine.strategy.generate(ask(self.prompt(3), max_new_tokens=300)))
-            rest = [asyncio.create_task(engine.strategy.generate(each)) for each in others[:2]]
+            rest = [asyncio.create_task(engine.strategy.generate(request)) for request in others[:2]]
             await engine.strategy.generate(ask(self.prompt(2), max_new_tokens=6))  # by then the others run
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             return [*await asyncio.gather(*rest), *await together(engine.strategy, others[2:])]
 
-        found = engine.run(act)
-        self.check_logprobs(setup, oracle, others, found)
-        sizes = [len(completion.outputs[0].token_ids) for completion in found]
+        completions = engine.run(act)
+        self.check_logprobs(setup, oracle, others, completions)
+        sizes = [len(completion.outputs[0].token_ids) for completion in completions]
         assert sizes == [40, 40, 40], f"expected 40 tokens each next to a cancelled call, found {sizes}"
 
     def test_a_cancelled_call_stops_generating(self, engine: Engine) -> None:
@@ -226,8 +228,8 @@ class InferContractTests(InferKit):
             engine.close()
 
 
-def _error_of(found: Completion | BaseException) -> Raised | None:
-    return Raised.of(found) if isinstance(found, BaseException) else None
+def _error_of(result: Completion | BaseException) -> Raised | None:
+    return Raised.of(result) if isinstance(result, BaseException) else None
 
 
 async def _at_once(call: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -238,6 +240,8 @@ def _each(engine: Engine, *requests: GenerateRequest) -> list[Completion | BaseE
     """Return the completion or the error of each request."""
 
     async def act() -> list[Completion | BaseException]:
-        return await asyncio.gather(*[engine.strategy.generate(each) for each in requests], return_exceptions=True)
+        return await asyncio.gather(
+            *[engine.strategy.generate(request) for request in requests], return_exceptions=True
+        )
 
     return engine.run(act)

@@ -30,7 +30,9 @@ class EndTests(InferKit):
         Requests for 1, 5 and 33 tokens run together.
         """
         for number, completion in zip(
-            (1, 5, 33), engine.generate(*[ask(self.prompt(4), max_new_tokens=each) for each in (1, 5, 33)]), strict=True
+            (1, 5, 33),
+            engine.generate(*[ask(self.prompt(4), max_new_tokens=num_tokens) for num_tokens in (1, 5, 33)]),
+            strict=True,
         ):
             _is(completion.outputs[0], number, "length", None)
 
@@ -56,22 +58,26 @@ class EndTests(InferKit):
     def test_stop_token_ids_end_a_response(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """A response must end at the first of its `stop_token_ids`. The token is kept and named by `stop`."""
         self.need_exact(setup)
-        prompt, tokens, at = self._unended(engine, oracle)
+        prompt, tokens, position = self._unended(engine, oracle)
         request = ask(
-            prompt, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=False, stop_token_ids=(tokens[at], tokens[-1])
+            prompt,
+            temperature=0.0,
+            max_new_tokens=LENGTH,
+            ignore_eos=False,
+            stop_token_ids=(tokens[position], tokens[-1]),
         )
         output = engine.generate(request)[0].outputs[0]
-        end = min(tokens.index(each) for each in request.params.stop_token_ids)
+        end = min(tokens.index(token) for token in request.params.stop_token_ids)
         _is(output, end + 1, "stop", tokens[end])
         _begins(output, tokens)
 
     def test_ignore_eos_continues_past_every_end(self, engine: Engine, setup: Setup) -> None:
         """With `ignore_eos`, a response must continue past end tokens, `stop_token_ids` and `stop` strings."""
         everything = tuple(range(self.vocab_size))
-        found = engine.generate(
+        completions = engine.generate(
             *[ask(self.prompt(3 + i), max_new_tokens=40, stop_token_ids=everything) for i in (0, 1)]
         )
-        for completion in found:
+        for completion in completions:
             _is(completion.outputs[0], 40, "length", None)
         greedy: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": LENGTH}
         try:
@@ -89,8 +95,8 @@ class EndTests(InferKit):
         """
         self.need_exact(setup)
         self.generate_or_skip(engine, "min_new_tokens", ask(self.prompt(3), min_new_tokens=2))
-        prompt, tokens, at = self._unended(engine, oracle)
-        ends = {tokens[1], tokens[at], *self.end_ids}
+        prompt, tokens, position = self._unended(engine, oracle)
+        ends = {tokens[1], tokens[position], *self.end_ids}
         request = ask(
             prompt,
             temperature=0.0,
@@ -119,8 +125,8 @@ class EndTests(InferKit):
         self.generate_or_skip(
             engine, "stop", ask(self.prompt(3), max_new_tokens=1, ignore_eos=False, stop=("no such text",))
         )
-        prompt, tokens, at = self._unended(engine, oracle)
-        text = self._text(setup.model, tokens[: at + 1])
+        prompt, tokens, position = self._unended(engine, oracle)
+        text = self._text(setup.model, tokens[: position + 1])
         stop = text[-2:]
         request = ask(prompt, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=False, stop=(stop, "no such text"))
         output = engine.generate(request)[0].outputs[0]
@@ -148,8 +154,8 @@ class EndTests(InferKit):
             if known:
                 break
         assert known, "every greedy response of the model ends or repeats itself: give it larger weights"
-        found: tuple[TokenIds, list[int], int] = known["it"]
-        return found
+        unended: tuple[TokenIds, list[int], int] = known["it"]
+        return unended
 
     def _text(self, model: ModelSpec, tokens: list[int]) -> str:
         from roll_modeling.model import load_tokenizer
@@ -161,9 +167,9 @@ class EndTests(InferKit):
 
 
 def _is(output: CompletionOutput, number: int, reason: str, stop: str | int | None) -> None:
-    found = (len(output.token_ids), output.finish_reason, output.stop)
-    assert found == (number, reason, stop), (
-        f"a response of {found[0]} tokens ended by {found[1]!r} with stop {found[2]!r}; expected {number} tokens,"
+    ending = (len(output.token_ids), output.finish_reason, output.stop)
+    assert ending == (number, reason, stop), (
+        f"a response of {ending[0]} tokens ended by {ending[1]!r} with stop {ending[2]!r}; expected {number} tokens,"
         f" {reason!r}, {stop!r}"
     )
     assert len(output.logprobs) == len(output.versions) == number, (
@@ -172,5 +178,7 @@ def _is(output: CompletionOutput, number: int, reason: str, stop: str | int | No
 
 
 def _begins(output: CompletionOutput, tokens: list[int] | tuple[int, ...]) -> None:
-    found = output.token_ids.tolist()
-    assert found == list(tokens)[: len(found)], f"the response is {found}; the most likely tokens are {list(tokens)}"
+    sampled = output.token_ids.tolist()
+    assert sampled == list(tokens)[: len(sampled)], (
+        f"the response is {sampled}; the most likely tokens are {list(tokens)}"
+    )

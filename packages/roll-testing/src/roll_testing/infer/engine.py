@@ -133,7 +133,7 @@ class Engine:
         self.pristine = False
         manifest = make_manifest(self.version, weights.items(), like)
         if not digests:
-            manifest = replace(manifest, tensors=tuple(replace(each, digest=like) for each in manifest.tensors))
+            manifest = replace(manifest, tensors=tuple(replace(tensor, digest=like) for tensor in manifest.tensors))
         tensors = weights.items() if sent is None else sent
         return self.run(lambda: self.strategy.update_weights(self.version, manifest, iter(tensors), shared=shared))
 
@@ -147,11 +147,11 @@ class Engine:
 
 async def together(strategy: InferStrategy, requests: Sequence[GenerateRequest]) -> list[Completion]:
     """Submit all requests at once. Raises the first error, after all requests have ended."""
-    found = await asyncio.gather(*[strategy.generate(each) for each in requests], return_exceptions=True)
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
-    return [each for each in found if not isinstance(each, BaseException)]
+    results = await asyncio.gather(*[strategy.generate(request) for request in requests], return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 async def _construct(strategy_class: Callable[[Any], InferStrategy], config: Any) -> InferStrategy:

@@ -34,15 +34,15 @@ def probabilities(rows: Logits, params: SamplingParams) -> Logits:
     """
     probs = np.exp(log_softmax(rows / params.temperature))
     order = np.argsort(-probs, axis=-1, kind="stable")
-    kept = np.take_along_axis(probs, order, -1)
+    sorted_probs = np.take_along_axis(probs, order, -1)
     if params.top_k:
-        kept[:, params.top_k :] = 0
-    before = np.cumsum(kept, -1) - kept
-    kept[before >= params.top_p * kept.sum(-1, keepdims=True)] = 0
-    kept[kept < params.min_p * kept[:, :1]] = 0
-    found = np.zeros_like(probs)
-    np.put_along_axis(found, order, kept / kept.sum(-1, keepdims=True), -1)
-    return found
+        sorted_probs[:, params.top_k :] = 0
+    before = np.cumsum(sorted_probs, -1) - sorted_probs
+    sorted_probs[before >= params.top_p * sorted_probs.sum(-1, keepdims=True)] = 0
+    sorted_probs[sorted_probs < params.min_p * sorted_probs[:, :1]] = 0
+    result = np.zeros_like(probs)
+    np.put_along_axis(result, order, sorted_probs / sorted_probs.sum(-1, keepdims=True), -1)
+    return result
 
 
 def clear(rows: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
@@ -51,11 +51,11 @@ def clear(rows: Logits, params: SamplingParams) -> npt.NDArray[np.bool_]:
         replace(params, top_p=params.top_p if params.top_p == 1 else params.top_p * by, min_p=params.min_p * by)
         for by in (1 - HAIR, 1 + HAIR)
     )
-    found: npt.NDArray[np.bool_] = ((probabilities(rows, low) > 0) == (probabilities(rows, high) > 0)).all(-1)
+    equal: npt.NDArray[np.bool_] = ((probabilities(rows, low) > 0) == (probabilities(rows, high) > 0)).all(-1)
     if params.top_k:
         falling = -np.sort(-rows, axis=-1)
-        found &= falling[:, params.top_k - 1] - falling[:, params.top_k] > HAIR
-    return found
+        equal &= falling[:, params.top_k - 1] - falling[:, params.top_k] > HAIR
+    return equal
 
 
 class SampledTokens:
@@ -76,11 +76,11 @@ class SampledTokens:
         probs = probabilities(logits, self.params)
         chosen = np.take_along_axis(probs, tokens[:, None], -1)
         certain = clear(logits, self.params)
-        for at in np.flatnonzero(certain & (chosen[:, 0] == 0))[:1]:
-            rank = int((logits[at] > logits[at, tokens[at]]).sum()) + 1
+        for row in np.flatnonzero(certain & (chosen[:, 0] == 0))[:1]:
+            rank = int((logits[row] > logits[row, tokens[row]]).sum()) + 1
             raise AssertionError(
-                f"token {tokens[at]} was sampled, but {self.params} excludes it: its rank by probability is {rank}, and"
-                f" only {int((probs[at] > 0).sum())} are kept"
+                f"token {tokens[row]} was sampled, but {self.params} excludes it: its rank by probability is {rank},"
+                f" and only {int((probs[row] > 0).sum())} are kept"
             )
         above = np.where(probs > chosen, probs, 0).sum(-1)
         level = np.where(probs == chosen, probs, 0).sum(-1)
@@ -105,11 +105,11 @@ class SampledTokens:
         )
 
     def _counts(self) -> npt.NDArray[np.int64]:
-        found: npt.NDArray[np.int64] = np.histogram(self._places, bins=BINS, range=(0.0, 1.0))[0]
-        return found
+        counts: npt.NDArray[np.int64] = np.histogram(self._places, bins=BINS, range=(0.0, 1.0))[0]
+        return counts
 
 
 def _tail(statistic: float, degrees: int) -> float:
     """Return the probability that a chi-square variable is larger."""
-    shape, at = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(shape, at))
+    shape, point = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(shape, point))

@@ -31,9 +31,9 @@ def until_interrupted(attempt: Callable[[], T], missed: Callable[[T], bool]) -> 
     Return the first other result, or that of the last attempt.
     """
     for _ in range(ATTEMPTS - 1):
-        found = attempt()
-        if not missed(found):
-            return found
+        result = attempt()
+        if not missed(result):
+            return result
     return attempt()
 
 
@@ -48,14 +48,14 @@ def was_whole(completion: Completion, num: int, version: int) -> bool:
 @contextlib.contextmanager
 def stopped(processes: Sequence[int]) -> Iterator[None]:
     """Stop the processes by SIGSTOP inside the block and continue them after it. They may have exited by then."""
-    for each in processes:
-        os.kill(each, signal.SIGSTOP)
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for each in processes:
+        for pid in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(each, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
 
 
 async def is_open(asking: asyncio.Task[T], wait_s: float) -> bool:

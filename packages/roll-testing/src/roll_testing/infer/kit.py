@@ -139,9 +139,9 @@ class InferKit(Kit):
     @pytest.fixture
     def oracle(self, setup: Setup) -> Oracle:
         """The reference, with the weights that the model was stored with."""
-        found = self.oracle_of(setup.model)
-        found.take(self.stored(setup))
-        return found
+        oracle = self.oracle_of(setup.model)
+        oracle.take(self.stored(setup))
+        return oracle
 
     @pytest.fixture
     def engine(self, setup: Setup, oracle: Oracle, engine_of: Callable[[Setup], Engine]) -> Engine:
@@ -173,8 +173,8 @@ class InferKit(Kit):
             return taken[-1]
 
         yield take
-        for each in taken:
-            each.close()
+        for engine in taken:
+            engine.close()
 
     @pytest.fixture
     def fresh(self) -> Iterator[Callable[[Setup], Engine]]:
@@ -187,8 +187,8 @@ class InferKit(Kit):
             return made[-1]
 
         yield make
-        for each in made:
-            each.close()
+        for engine in made:
+            engine.close()
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -245,16 +245,16 @@ class InferKit(Kit):
         known, key = self._once("reference"), pickle.dumps(model)
         if key not in known:
             known[key] = Oracle(self.reference_model(model))
-        found: Oracle = known[key]
-        return found
+        oracle: Oracle = known[key]
+        return oracle
 
     def stored(self, setup: Setup) -> dict[str, Tensor]:
         """Return the weights that the model was stored with."""
         known, key = self._once("stored"), pickle.dumps(setup.model)
         if key not in known:
             known[key] = self.oracle_of(setup.model).weights()
-        found: dict[str, Tensor] = known[key]
-        return found
+        weights: dict[str, Tensor] = known[key]
+        return weights
 
     def _restore(self, engine: Engine, setup: Setup) -> None:
         """Publish the weights that the model was stored with, if the engine has others."""
@@ -274,7 +274,7 @@ class InferKit(Kit):
         """Return the weights in the model's dtype, as a run sends them."""
         from roll_modeling.model import DTYPES
 
-        return {name: each.to(DTYPES[model.dtype]) for name, each in weights.items()}
+        return {name: tensor.to(DTYPES[model.dtype]) for name, tensor in weights.items()}
 
     def generate_or_skip(self, engine: Engine, parameter: str, *requests: GenerateRequest) -> list[Completion]:
         """Return the completions. Skip the test if the strategy refuses `parameter` by name; other refusals fail.
@@ -310,13 +310,13 @@ class InferKit(Kit):
 
         `until` limits the check to the first tokens of each output.
         """
-        found, expected = {}, {}
+        actual, expected = {}, {}
         for request, completion in zip(requests, completions, strict=True):
             for index, output in enumerate(completion.outputs):
                 key = f"{request.id}, output {index}"
                 right = oracle.logprobs(request.prompt_ids, output.token_ids, request.params.temperature)
-                found[key], expected[key] = output.logprobs[:until], right[:until]
-        check_rows("logprob", found, expected, self.bound(setup))
+                actual[key], expected[key] = output.logprobs[:until], right[:until]
+        check_rows("logprob", actual, expected, self.bound(setup))
 
     def check_greedy(self, oracle: Oracle, prompt: TokenIds, response: TokenIds, **rules: Any) -> None:
         """Fail unless each token is the most likely one, up to rounding.
@@ -345,18 +345,18 @@ class InferKit(Kit):
         logprobs visibly.
         """
         asked = prompts or (self.prompt(30), self.prompt(6))
-        requests = [ask(each, max_new_tokens=8, seed=self.seed(engine, 3)) for each in asked]
-        found = engine.generate(*requests)
-        tokens = requests[0].prompt_ids, found[0].outputs[0].token_ids
+        requests = [ask(prompt, max_new_tokens=8, seed=self.seed(engine, 3)) for prompt in asked]
+        completions = engine.generate(*requests)
+        tokens = requests[0].prompt_ids, completions[0].outputs[0].token_ids
         before = oracle.logprobs(*tokens)
         if weights is not None:
             oracle.take(weights)
             assert float(np.abs(oracle.logprobs(*tokens) - before).max()) >= SEEN * self.bound(setup), (
                 "the new weights hardly change the logprobs of the reference: change them more"
             )
-        self.check_logprobs(setup, oracle, requests, found)
-        for completion in found:
-            versions = {int(each) for output in completion.outputs for each in output.versions}
+        self.check_logprobs(setup, oracle, requests, completions)
+        for completion in completions:
+            versions = {int(version) for output in completion.outputs for version in output.versions}
             assert versions == {engine.version}, (
                 f"tokens have weight versions {sorted(versions)}, expected {engine.version}"
             )

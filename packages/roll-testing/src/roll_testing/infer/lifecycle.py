@@ -62,8 +62,8 @@ class LifecycleTests(InferKit):
             return Attempt(request, lambda: engine.strategy.abort([request.id]))
 
         request, returned, completion = self._interrupted(engine, fresh)
-        assert [each.id for each in returned] == [request.id], (
-            f"abort returned {[each.id for each in returned]}; expected {[request.id]}"
+        assert [aborted.id for aborted in returned] == [request.id], (
+            f"abort returned {[aborted.id for aborted in returned]}; expected {[request.id]}"
         )
         self.check_logprobs(setup, oracle, [request, request], [completion, returned[0]])
         for output, again in zip(completion.outputs, returned[0].outputs, strict=True):
@@ -90,7 +90,7 @@ class LifecycleTests(InferKit):
             beside.append(asyncio.create_task(engine.strategy.generate(others[-1])))
 
         self._interrupted(engine, fresh)
-        completions = [engine.run(partial(result, each)) for each in beside]
+        completions = [engine.run(partial(result, other)) for other in beside]
         for completion in completions:
             assert len(completion.outputs[0].token_ids) == 60, (
                 f"a request next to an aborted one has {len(completion.outputs[0].token_ids)} of 60 tokens"
@@ -101,8 +101,8 @@ class LifecycleTests(InferKit):
         """`abort` must ignore unknown and finished ids, and return nothing for them."""
         done = ask(self.prompt(3))
         engine.generate(done)
-        found = engine.run(lambda: engine.strategy.abort([done.id, "nobody"]))
-        assert not found, f"aborting a finished and an unknown request returned {found}"
+        returned = engine.run(lambda: engine.strategy.abort([done.id, "nobody"]))
+        assert not returned, f"aborting a finished and an unknown request returned {returned}"
 
     def test_requests_continue_under_new_weights(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """With `in_flight_update`, a running request must continue to its full length under new weights.
@@ -152,8 +152,10 @@ class LifecycleTests(InferKit):
 
         request, (entered, ended), completion = self._updated(engine, setup, update)
         old, new = engine.version - 1, engine.version
-        if found := set(entered.outputs[0].versions.tolist()) - {new}:
-            raise AssertionError(f"after a failed update to version {new}, tokens were generated with versions {found}")
+        if other_versions := set(entered.outputs[0].versions.tolist()) - {new}:
+            raise AssertionError(
+                f"after a failed update to version {new}, tokens were generated with versions {other_versions}"
+            )
         if len(ended.outputs[0].token_ids) or ended.outputs[0].finish_reason != "abort":
             raise AssertionError(
                 f"a request that was submitted after a failed update, and aborted, has"
@@ -175,21 +177,21 @@ class LifecycleTests(InferKit):
             before = await _progress(engine.strategy)
             long = ask(self.prompt(5), max_new_tokens=LONG)
             group = ask(self.prompt(7), n=8, max_new_tokens=LONG, ignore_eos=False, stop_token_ids=ends)
-            running = [asyncio.create_task(engine.strategy.generate(each)) for each in (long, group)]
+            running = [asyncio.create_task(engine.strategy.generate(request)) for request in (long, group)]
             reports = await _reports_of(engine.strategy, running)
-            return before, reports, [each.result() for each in running]
+            return before, reports, [task.result() for task in running]
 
         grows = False
         for attempt in range(GROUPS):
-            before, reports, found = engine.run(act)
-            assert not before, f"progress() reported {[each.id for each in before]} although no request is running"
+            before, reports, completions = engine.run(act)
+            assert not before, f"progress() reported {[report.id for report in before]} although no request is running"
             assert reports or attempt < SILENT, "progress() did not report a running request"
-            parts = [_beginnings(reports, completion) for completion in found]
-            sizes = {len(each.outputs[0].token_ids) for each in parts[0]}
-            if max(sizes, default=0) > LONG or len(found[0].outputs[0].token_ids) != LONG:
+            parts = [_beginnings(reports, completion) for completion in completions]
+            sizes = {len(part.outputs[0].token_ids) for part in parts[0]}
+            if max(sizes, default=0) > LONG or len(completions[0].outputs[0].token_ids) != LONG:
                 raise AssertionError(f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens")
             grows = grows or len(sizes - {0}) >= 2
-            ended = [{output.finish_reason != "abort" for output in each.outputs} for each in parts[1]]
+            ended = [{output.finish_reason != "abort" for output in part.outputs} for part in parts[1]]
             if grows and {True, False} in ended:
                 return
         assert grows, f"of a request with {LONG} tokens, progress() reported {sorted(sizes)} tokens"
@@ -210,9 +212,9 @@ class LifecycleTests(InferKit):
             return Attempt(ask(self.prompt(5), n=2, max_new_tokens=LONG), update, begin)
 
         async def ask_once() -> list[Completion]:
-            found = await _progress(engine.strategy)
-            reports.extend(found)
-            return found
+            progress = await _progress(engine.strategy)
+            reports.extend(progress)
+            return progress
 
         async def tell() -> None:
             while True:
@@ -228,15 +230,15 @@ class LifecycleTests(InferKit):
             return await ask_once()
 
         try:
-            request, updated, found = self._interrupted(engine, fresh)
+            request, updated, completion = self._interrupted(engine, fresh)
         finally:
             engine.run(lambda: _cancelled(telling))
-        parts = _beginnings(reports, found)
+        parts = _beginnings(reports, completion)
         assert parts, "progress() did not report a running request"
-        mine = [each for each in updated if each.id == request.id]
-        for index, output in enumerate(output for each in mine for output in each.outputs):
+        mine = [report for report in updated if report.id == request.id]
+        for index, output in enumerate(output for report in mine for output in report.outputs):
             num = len(output.token_ids)
-            assert num >= LONG or any(len(each.outputs[index].token_ids) > num for each in parts), (
+            assert num >= LONG or any(len(part.outputs[index].token_ids) > num for part in parts), (
                 f"{LONG - num} tokens were generated after the update, but progress() reported none of them"
             )
 
@@ -266,21 +268,21 @@ class LifecycleTests(InferKit):
         """A sleeping engine must keep no reference to shared tensors, so that the trainer can free their memory."""
         self.need(self.can.sleeps and "shared" in self.can.weight_transports, "sleeps and the transport shared")
         weights = self.published(moved(self.stored(setup), 22), setup.model)
-        kept: set[str] = set()
+        alive: set[str] = set()
         shared = {}
-        for name, each in weights.items():
-            memory = each.view(torch.uint8 if each.ndim else each.dtype).numpy().copy()
-            kept.add(name)
-            weakref.finalize(memory, kept.discard, name)
-            shared[name] = torch.from_numpy(memory).view(each.dtype)
+        for name, tensor in weights.items():
+            memory = tensor.view(torch.uint8 if tensor.ndim else tensor.dtype).numpy().copy()
+            alive.add(name)
+            weakref.finalize(memory, alive.discard, name)
+            shared[name] = torch.from_numpy(memory).view(tensor.dtype)
             del memory
         engine.publish(shared, shared=True)
         self.check_outputs(engine, setup, oracle, weights)
         engine.run(engine.strategy.sleep)
         shared.clear()
-        if kept:  # reference cycles may still hold it; collecting always would be slow
+        if alive:  # reference cycles may still hold it; collecting always would be slow
             gc.collect()
-        left = sorted(kept)
+        left = sorted(alive)
         engine.run(engine.strategy.wake)
         assert not left, f"a sleeping engine keeps the memory of {len(left)} shared tensors, of {left[0]} first"
 
@@ -300,7 +302,7 @@ class LifecycleTests(InferKit):
             return int(platform.memory(0)["used"])
 
         weights = self.published(self.stored(setup), setup.model)
-        num_bytes = sum(each.nbytes for each in weights.values())
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
         engine.generate(ask(self.prompt(40)))
         try:
             awake = used()
@@ -321,14 +323,14 @@ class LifecycleTests(InferKit):
 
     def _num_old(self, output: CompletionOutput, old: int, new: int) -> int:
         """Return the number of tokens before an update; fail unless all others of `LONG` came after it."""
-        found: list[int] = output.versions.tolist()
-        if len(found) != LONG or output.finish_reason != "length":
-            raise AssertionError(f"{len(found)} of {LONG} tokens were generated, ended by {output.finish_reason!r}")
-        num_old = found.count(old)
-        if found != [old] * num_old + [new] * (LONG - num_old) or not 0 < num_old < LONG:
-            changes = [i for i in range(1, LONG) if found[i] != found[i - 1]]
+        versions: list[int] = output.versions.tolist()
+        if len(versions) != LONG or output.finish_reason != "length":
+            raise AssertionError(f"{len(versions)} of {LONG} tokens were generated, ended by {output.finish_reason!r}")
+        num_old = versions.count(old)
+        if versions != [old] * num_old + [new] * (LONG - num_old) or not 0 < num_old < LONG:
+            changes = [i for i in range(1, LONG) if versions[i] != versions[i - 1]]
             raise AssertionError(
-                f"tokens have the versions {sorted(set(found))}, changing at {changes}; expected some of"
+                f"tokens have the versions {sorted(set(versions))}, changing at {changes}; expected some of"
                 f" version {old} and then all of {new}"
             )
         return num_old
@@ -359,14 +361,14 @@ class LifecycleTests(InferKit):
         def once() -> tuple[GenerateRequest, list[Completion], Completion] | None:
             attempt = fresh()
             old.append(engine.version)
-            found = engine.run(lambda: _attempted(engine.strategy, attempt, self.prompt(2)))
-            return found and (attempt.request, *found)
+            attempted = engine.run(lambda: _attempted(engine.strategy, attempt, self.prompt(2)))
+            return attempted and (attempt.request, *attempted)
 
         old: list[int] = []
-        found = until_interrupted(once, lambda each: each is None or was_whole(each[2], LONG, old[-1]))
-        if found is None:
+        attempted = until_interrupted(once, lambda result: result is None or was_whole(result[2], LONG, old[-1]))
+        if attempted is None:
             pytest.skip(f"{self.name} generates {LONG} tokens before {SHORT} others: no request can be interrupted")
-        return found
+        return attempted
 
 
 class _BrokeOffError(WeightSyncError):
@@ -414,48 +416,48 @@ async def _update(engine: Engine, weights: Mapping[str, Tensor]) -> None:
 
 
 async def _progress(strategy: InferStrategy) -> list[Completion]:
-    found = await strategy.progress()
-    assert found is not None, "progress() returned a list before, but None while requests run"
-    return found
+    completions = await strategy.progress()
+    assert completions is not None, "progress() returned a list before, but None while requests run"
+    return completions
 
 
 async def _reports_of(strategy: InferStrategy, running: Sequence[asyncio.Task[Completion]]) -> list[Completion]:
     """Return all reports of progress until all requests have finished."""
     reports: list[Completion] = []
-    while not all(each.done() for each in running):
+    while not all(task.done() for task in running):
         reports += await _progress(strategy)
         await asyncio.wait(running, timeout=ASK_S, return_when=asyncio.ALL_COMPLETED)
     return reports
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for each in tasks:
-        each.cancel()
-    for found in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(found, Exception):
-            raise found
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            raise outcome
 
 
-def _beginnings(reports: Sequence[Completion], whole: Completion) -> list[Completion]:
+def _beginnings(reports: Sequence[Completion], completion: Completion) -> list[Completion]:
     """Return the reports of this request; fail unless each output is a prefix of the final one."""
-    found = [each for each in reports if each.id == whole.id]
-    for each in found:
-        assert len(each.outputs) == len(whole.outputs), (
-            f"progress() reported {len(each.outputs)} outputs, expected {len(whole.outputs)}"
+    beginnings = [report for report in reports if report.id == completion.id]
+    for beginning in beginnings:
+        assert len(beginning.outputs) == len(completion.outputs), (
+            f"progress() reported {len(beginning.outputs)} outputs, expected {len(completion.outputs)}"
         )
-        for part, output in zip(each.outputs, whole.outputs, strict=True):
+        for part, output in zip(beginning.outputs, completion.outputs, strict=True):
             _check_beginning(part, output)
-    return found
+    return beginnings
 
 
-def _check_beginning(part: CompletionOutput, whole: CompletionOutput) -> None:
+def _check_beginning(part: CompletionOutput, complete: CompletionOutput) -> None:
     num = len(part.token_ids)
     for name in ("token_ids", "logprobs", "versions"):
-        reports, right = getattr(part, name).tolist(), getattr(whole, name)[:num].tolist()
+        reports, right = getattr(part, name).tolist(), getattr(complete, name)[:num].tolist()
         assert reports == right, f"progress() reported {name} {reports[:8]}…, the final output has {right[:8]}…"
     if part.finish_reason == "abort":
         return
-    assert (num, part.finish_reason, part.stop) == (len(whole.token_ids), whole.finish_reason, whole.stop), (
+    assert (num, part.finish_reason, part.stop) == (len(complete.token_ids), complete.finish_reason, complete.stop), (
         f"progress() reported an end by {part.finish_reason!r} with stop {part.stop!r} after {num} tokens; it ended"
-        f" by {whole.finish_reason!r} with {whole.stop!r} after {len(whole.token_ids)}"
+        f" by {complete.finish_reason!r} with {complete.stop!r} after {len(complete.token_ids)}"
     )

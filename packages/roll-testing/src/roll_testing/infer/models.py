@@ -45,7 +45,7 @@ class Oracle:
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the weights, by the names under which they are published."""
-        return {name: each.detach().clone() for name, each in self.model.module.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in self.model.module.named_parameters()}
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights."""
@@ -57,8 +57,8 @@ class Oracle:
         """Return `[L, V]` logits; row `t` predicts the token after token `t`."""
         ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64))
         with torch.no_grad():
-            found: Logits = self.model.logits(ids).double().numpy()
-        return found
+            logits: Logits = self.model.logits(ids).double().numpy()
+        return logits
 
     def logprobs(self, prompt: TokenIds, response: TokenIds, temperature: float = 1.0) -> Floats:
         """Return `[R]`, the logprob of each token of the response."""
@@ -97,16 +97,16 @@ class Oracle:
 def log_softmax(rows: Logits) -> Logits:
     """Return the log-softmax over the last axis."""
     shifted = rows - rows.max(-1, keepdims=True)
-    found: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return found
+    logprobs: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return logprobs
 
 
 def moved(weights: Mapping[str, Tensor], seed: int, only: str = "") -> dict[str, Tensor]:
     """Return the weights with random noise of about a third of their size added: to all of them, or to `only` one."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, each in weights.items():
-        scale = 0.3 * float(each.float().std(correction=0)) + 0.05
-        noise = torch.randn(each.shape, generator=generator, dtype=torch.float32).to(each.dtype)
-        found[name] = each + scale * noise if only in ("", name) else each.clone()
-    return found
+    result = {}
+    for name, tensor in weights.items():
+        scale = 0.3 * float(tensor.float().std(correction=0)) + 0.05
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
+        result[name] = tensor + scale * noise if only in ("", name) else tensor.clone()
+    return result

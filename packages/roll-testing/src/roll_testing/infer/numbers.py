@@ -115,16 +115,20 @@ class InferNumberTests(InferKit):
         long = self.prompt(300)
         for _ in range(2):
             requests = [
-                ask(each, prompt_logprobs=True, max_new_tokens=1, temperature=0.5)
-                for each in (self.prompt(20), self.prompt(20), long, long[:150], long[:1])
+                ask(prompt, prompt_logprobs=True, max_new_tokens=1, temperature=0.5)
+                for prompt in (self.prompt(20), self.prompt(20), long, long[:150], long[:1])
             ]
             requests.append(ask(self.prompt(20)))
             *asked, other = engine.generate(*requests)
-            if other.prompt_logprobs is not None or any(each.prompt_logprobs is None for each in asked):
+            if other.prompt_logprobs is not None or any(completion.prompt_logprobs is None for completion in asked):
                 raise AssertionError("prompt logprobs must be returned if requested, and only then")
-            found = {each.id: each.prompt_logprobs for each in asked if each.prompt_logprobs is not None}
-            expected = {each.id: oracle.prompt_logprobs(each.prompt_ids) for each in requests[:-1]}
-            check_rows("prompt logprob", found, expected, self.bound(setup))
+            logprobs = {
+                completion.id: completion.prompt_logprobs
+                for completion in asked
+                if completion.prompt_logprobs is not None
+            }
+            expected = {request.id: oracle.prompt_logprobs(request.prompt_ids) for request in requests[:-1]}
+            check_rows("prompt logprob", logprobs, expected, self.bound(setup))
 
     def test_the_top_tokens_of_a_prompt_equal_the_reference(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Top-k logprobs `[P, K]` of a prompt must equal the reference's, best first, without temperature.
@@ -138,14 +142,14 @@ class InferNumberTests(InferKit):
         ]
         logprobs = log_softmax(oracle.logits(prompt))[:-1]
         for request, completion in zip(requests, engine.generate(*requests), strict=True):
-            k, found = request.prompt_topk, completion.prompt_topk
-            assert (found is None) == (k == 0), "top tokens of a prompt must be returned if requested, and only then"
-            if found is None:
+            k, topk = request.prompt_topk, completion.prompt_topk
+            assert (topk is None) == (k == 0), "top tokens of a prompt must be returned if requested, and only then"
+            if topk is None:
                 continue
-            assert found.ids.shape == found.logprobs.shape == (len(prompt), k)
-            assert not found.ids[0].any()
-            assert not found.logprobs[0].any()
-            at_ids = np.take_along_axis(logprobs, found.ids[1:], axis=1).astype(np.float32)
+            assert topk.ids.shape == topk.logprobs.shape == (len(prompt), k)
+            assert not topk.ids[0].any()
+            assert not topk.logprobs[0].any()
+            at_ids = np.take_along_axis(logprobs, topk.ids[1:], axis=1).astype(np.float32)
             best = -np.sort(-logprobs, axis=1)[:, :k].astype(np.float32)
             for name, expected in (("of the returned ids", at_ids), ("of the best ids", best)):
-                check_rows(f"logprob {name}", {"": found.logprobs[1:]}, {"": expected}, self.bound(setup))
+                check_rows(f"logprob {name}", {"": topk.logprobs[1:]}, {"": expected}, self.bound(setup))

@@ -82,22 +82,22 @@ class RoutingTests(InferKit):
 
         request, completion = engine.run(abort)
         (output,) = completion.outputs
-        if (found := output.routed_experts) is not None:
-            _check(found, np.concatenate([request.prompt_ids, output.token_ids])[: len(found) + 1], module)
+        if (experts := output.routed_experts) is not None:
+            _check(experts, np.concatenate([request.prompt_ids, output.token_ids])[: len(experts) + 1], module)
 
 
-def _check(found: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
+def _check(experts: RoutedExperts | None, tokens: TokenIds, module: Any) -> None:
     chosen, clear = _choices(tokens, module)
     expected = (len(tokens) - 1, *chosen.shape[1:])
-    if found is None or found.shape != expected or found.dtype != np.uint8:
-        what = "None" if found is None else f"{found.shape} of {found.dtype}"
+    if experts is None or experts.shape != expected or experts.dtype != np.uint8:
+        what = "None" if experts is None else f"{experts.shape} of {experts.dtype}"
         raise AssertionError(f"routed_experts of {len(tokens)} tokens are {what}; expected {expected} of uint8")
-    wrong = np.argwhere((np.sort(found, axis=-1) != chosen[:-1]).any(-1) & clear[:-1])
+    wrong = np.argwhere((np.sort(experts, axis=-1) != chosen[:-1]).any(-1) & clear[:-1])
     if len(wrong):
-        at, layer = wrong[0]
+        position, layer = wrong[0]
         raise AssertionError(
-            f"token {at}: experts {sorted(found[at, layer].tolist())} of layer {layer} were returned; router logits are"
-            f" largest at {chosen[at, layer].tolist()}"
+            f"token {position}: experts {sorted(experts[position, layer].tolist())} of layer {layer} were"
+            f" returned; router logits are largest at {chosen[position, layer].tolist()}"
         )
 
 
@@ -108,7 +108,7 @@ def _choices(tokens: TokenIds, module: Any) -> tuple[npt.NDArray[np.int64], npt.
     """
     with torch.no_grad():
         answer = module(input_ids=torch.from_numpy(tokens)[None], use_cache=False, output_router_logits=True)
-    logits_LME = torch.stack([each.view(len(tokens), -1) for each in answer.router_logits], dim=1)
+    logits_LME = torch.stack([logits.view(len(tokens), -1) for logits in answer.router_logits], dim=1)
     best = logits_LME.sort(dim=-1, descending=True)
     clear = best.values[..., TOP_K - 1] - best.values[..., TOP_K] > CLEAR
     return np.sort(best.indices[..., :TOP_K].numpy(), axis=-1), clear.numpy()

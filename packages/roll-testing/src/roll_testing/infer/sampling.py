@@ -57,8 +57,8 @@ class SamplingTests(InferKit):
         """
         self.need_exact(setup)
         requests = [ask(self.prompt(4 + i), temperature=0.0, repetition_penalty=1.7) for i in range(4)]
-        found = self.generate_or_skip(engine, "repetition_penalty", *requests)
-        for request, completion in zip(requests, found, strict=True):
+        completions = self.generate_or_skip(engine, "repetition_penalty", *requests)
+        for request, completion in zip(requests, completions, strict=True):
             self.check_greedy(oracle, request.prompt_ids, completion.outputs[0].token_ids, penalty=1.7)
 
     # -- seeds ---------------------------------------------------------------------------------------------------------
@@ -90,14 +90,16 @@ class SamplingTests(InferKit):
         assert _tokens(wide)[:2] == _tokens(narrow), (
             f"output 0 and 1 of seed 11 are {_tokens(narrow)} of 2 and {_tokens(wide)[:2]} of 4"
         )
-        streams = [tuple(each) for each in (*_tokens(wide), *_tokens(following))]
+        streams = [tuple(tokens) for tokens in (*_tokens(wide), *_tokens(following))]
         assert len(set(streams)) >= len(streams), f"outputs of seeds 11 and 12 repeat each other: {streams}"
 
     def test_requests_without_a_seed_differ(self, engine: Engine) -> None:
         """Requests without a seed must differ from each other, and so must the outputs of one request."""
         prompt = self.prompt(4)
-        found = [engine.generate(*[ask(prompt, n=2, max_new_tokens=24) for _ in range(3)]) for _ in range(2)]
-        streams = [tuple(each) for completions in found for completion in completions for each in _tokens(completion)]
+        runs = [engine.generate(*[ask(prompt, n=2, max_new_tokens=24) for _ in range(3)]) for _ in range(2)]
+        streams = [
+            tuple(tokens) for completions in runs for completion in completions for tokens in _tokens(completion)
+        ]
         assert len(set(streams)) >= len(streams), f"requests without a seed repeat each other: {streams}"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -115,8 +117,8 @@ class SamplingTests(InferKit):
             for i in range(NUM_PROMPTS)
         ]
         sampled = SampledTokens(SamplingParams(**params))
-        found = self.generate_or_skip(engine, parameter, *requests) if parameter else engine.generate(*requests)
-        for request, completion in zip(requests, found, strict=True):
+        completions = self.generate_or_skip(engine, parameter, *requests) if parameter else engine.generate(*requests)
+        for request, completion in zip(requests, completions, strict=True):
             for output in completion.outputs:
                 before = [*request.prompt_ids.tolist(), *output.token_ids.tolist()[:-1]]
                 sampled.add(oracle.logits(before)[len(request.prompt_ids) - 1 :], output.token_ids)

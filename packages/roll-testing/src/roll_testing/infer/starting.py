@@ -120,15 +120,15 @@ class StartingTests(RefusalTests, InferKit):
                 await engine.strategy.generate(ask(self.prompt(3), max_new_tokens=2))
                 with stopped(processes):
                     if await is_open(running, ARRIVED_S):
-                        for each in processes:
-                            os.kill(each, signal.SIGKILL)
+                        for pid in processes:
+                            os.kill(pid, signal.SIGKILL)
                 completions.append(await running)
 
             return engine, raised(lambda: engine.run(act, PROMPT_S))
 
-        def missed(found: tuple[Engine, Raised | None]) -> bool:
+        def missed(outcome: tuple[Engine, Raised | None]) -> bool:
             """True if the engine had sent all 400 tokens before it was killed."""
-            return found[1] is None and all(len(each.token_ids) == 400 for each in completions[-1].outputs)
+            return outcome[1] is None and all(len(output.token_ids) == 400 for output in completions[-1].outputs)
 
         engine, error = until_interrupted(attempt, missed)
         expect(error, Exception, "a request of an engine that was killed")
@@ -153,10 +153,10 @@ class StartingTests(RefusalTests, InferKit):
         tight = setup.with_(strategy_config={**setup.strategy_config, **self.tight_config})
         engine = self._unpublished(engine_of, self._with_adapters(setup) if self.can.lora else tight)
         requests = [ask(self.prompt(4 + i), n=2, max_new_tokens=260 + 4 * i) for i in range(4)]
-        assert sum(2 * each.params.max_new_tokens for each in requests) > 2 * TIGHT
-        found = engine.generate(*requests)
-        self.check_logprobs(setup, oracle, requests, found)
-        for request, completion in zip(requests, found, strict=True):
+        assert sum(2 * request.params.max_new_tokens for request in requests) > 2 * TIGHT
+        completions = engine.generate(*requests)
+        self.check_logprobs(setup, oracle, requests, completions)
+        for request, completion in zip(requests, completions, strict=True):
             sizes = [len(output.token_ids) for output in completion.outputs]
             assert sizes == [request.params.max_new_tokens] * 2, (
                 f"{request.params.max_new_tokens} tokens were requested twice, found {sizes}"

@@ -35,7 +35,7 @@ def check_against_trainer(
     """
     (temperature,) = {request.params.temperature for request in requests}
     sequences: list[TrainSequence] = []
-    found: dict[str, Floats] = {}
+    logprobs: dict[str, Floats] = {}
     num_prompt: dict[str, int] = {}
     for request, completion in zip(requests, completions, strict=True):
         for index, output in enumerate(completion.outputs):
@@ -44,7 +44,7 @@ def check_against_trainer(
             num_prompt[key] = len(request.prompt_ids)
             sampled = np.arange(len(tokens)) >= num_prompt[key]
             sequences.append(TrainSequence(id=key, tokens=tokens, loss_mask=sampled))
-            found[key] = output.logprobs
+            logprobs[key] = output.logprobs
     case = Case(
         provider=registry().find(TrainProvider, strategy),
         strategy_config={},
@@ -57,4 +57,4 @@ def check_against_trainer(
     with built(case, 0) as trainer:
         rows = outputs(trainer, sequences, WantedOutputs(logprobs=True, temperature=temperature))["logprobs"]
     expected = {key: row[num_prompt[key] :] for key, row in rows.items()}
-    check_rows(f"the logprob beside {strategy}'s", found, expected, BOUNDS[setup.model.dtype].outputs)
+    check_rows(f"the logprob beside {strategy}'s", logprobs, expected, BOUNDS[setup.model.dtype].outputs)

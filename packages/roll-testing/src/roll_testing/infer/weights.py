@@ -109,12 +109,12 @@ class WeightTests(InferKit):
         self._can_update()
         weights = self._moved(setup, 7)
         other = torch.bfloat16 if setup.model.dtype != "bf16" else torch.float32
-        sent = {name: each.to(other) for name, each in weights.items()}
+        sent = {name: tensor.to(other) for name, tensor in weights.items()}
         try:
             receipt = engine.publish(sent)
         except WeightSyncError:
             return
-        held = {name: each.to(weights[name].dtype) for name, each in sent.items()}
+        held = {name: tensor.to(weights[name].dtype) for name, tensor in sent.items()}
         has_digests(receipt, held, "what is held")
         self.check_outputs(engine, setup, oracle, held)
 
@@ -133,12 +133,12 @@ class WeightTests(InferKit):
         name = list(weights)[len(weights) // 2]
         sent = list(weights.items())
         if harm == "missing":
-            sent = [(each, tensor) for each, tensor in sent if each != name]
+            sent = [(other, tensor) for other, tensor in sent if other != name]
         elif harm == "unexpected":
             name = "surprise.weight"
             sent.append((name, torch.ones(3, dtype=sent[0][1].dtype)))
         else:
-            sent = [(each, tensor if each != name else torch.ones(7, dtype=tensor.dtype)) for each, tensor in sent]
+            sent = [(other, tensor if other != name else torch.ones(7, dtype=tensor.dtype)) for other, tensor in sent]
         error = raised(lambda: engine.publish(weights, sent=sent))
         expect(error, HARMS[harm], f"a tensor that is {harm}", name)
         engine.publish(weights)
@@ -163,15 +163,15 @@ class WeightTests(InferKit):
         live = self._moved(setup, 10)
         has_digests(engine.publish(live, shared=True), live, "the shared tensors")
         self.check_outputs(engine, setup, oracle, live)
-        for name, each in moved(live, 11).items():
-            live[name].copy_(each)
+        for name, tensor in moved(live, 11).items():
+            live[name].copy_(tensor)
         has_digests(engine.publish(live, shared=True), live, "the shared tensors after a step")
         self.check_outputs(engine, setup, oracle, live)
-        kept = {name: each.clone() for name, each in live.items()}
+        copies = {name: tensor.clone() for name, tensor in live.items()}
         other = self._moved(setup, 12)
         engine.publish(other)
         self.check_outputs(engine, setup, oracle, other)
-        if changed := [name for name, each in live.items() if not torch.equal(each, kept[name])]:
+        if changed := [name for name, tensor in live.items() if not torch.equal(tensor, copies[name])]:
             raise AssertionError(f"an update changed the trainer's {changed[0]}")
 
     def test_weights_arrive_by_every_transport(
@@ -242,11 +242,11 @@ class _Reused:
         self._weights = weights
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        largest = max(each.numel() for each in self._weights.values())
-        buffers = {each.dtype: torch.empty(largest, dtype=each.dtype) for each in self._weights.values()}
-        for name, each in self._weights.items():
-            buffer = buffers[each.dtype]
-            yield name, buffer[: each.numel()].view(each.shape).copy_(each)
+        largest = max(tensor.numel() for tensor in self._weights.values())
+        buffers = {tensor.dtype: torch.empty(largest, dtype=tensor.dtype) for tensor in self._weights.values()}
+        for name, tensor in self._weights.items():
+            buffer = buffers[tensor.dtype]
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
             buffer.fill_(7)
 
 
@@ -271,10 +271,10 @@ def has_digests(receipt: WeightReceipt, weights: Mapping[str, Tensor], what: str
     """Fail unless the receipt has the digests of exactly these tensors, by the function of `like` (default: any)."""
     check_names(receipt.digests, weights)
     wrong = []
-    for name, each in weights.items():
-        found = receipt.digests[name]
+    for name, tensor in weights.items():
+        reported = receipt.digests[name]
         # For shared tensors, manifest and receipt have a token of the memory instead of a digest.
-        if found not in (digest(each, found if like is None else like), memory_token(each)):
+        if reported not in (digest(tensor, reported if like is None else like), memory_token(tensor)):
             wrong.append(name)
     assert not wrong, (
         f"the receipt's digests of {len(wrong)} tensors are not those of {what}, for example of {wrong[0]}"

@@ -21,8 +21,8 @@ class AcmeEnvironment(Environment):
     async def step(self, reply: Reply) -> Turn:
         """Compare the first number of the reply. Any text is a valid reply."""
         self.num_guesses += 1
-        found = re.search(r"\d{1,9}", reply.text)
-        guess = int(found[0]) if found else -1
+        match = re.search(r"\d{1,9}", reply.text)
+        guess = int(match[0]) if match else -1
         if guess == self.number:
             return Turn(reward=1.0 - 0.1 * (self.num_guesses - 1), done=True)
         text = "Reply with a number." if guess < 0 else f"My number is {'higher' if guess < self.number else 'lower'}."

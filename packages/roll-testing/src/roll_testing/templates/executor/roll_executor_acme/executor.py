@@ -76,7 +76,8 @@ class AcmeExecutor(Executor):
         workers = [AcmeWorker(self, spec, place) for place in spec.places]
         self._workers += workers
         starting = {
-            each.member: asyncio.ensure_future(each.start(self._environment(spec, each.place))) for each in workers
+            worker.member: asyncio.ensure_future(worker.start(self._environment(spec, worker.place)))
+            for worker in workers
         }
         await collect(spec.role, "start of its process", starting, spec.timeout_s)
         alone = len(workers) == 1

@@ -94,16 +94,16 @@ class AcmeEngine(InferStrategy):
         """Stop running requests and release the model."""
         threads, self.threads = self.threads, None
         if threads is not None:
-            for each in self.running.values():
-                each.aborted = True
+            for request in self.running.values():
+                request.aborted = True
             await asyncio.to_thread(threads.shutdown)
             del self.model
 
     def metrics(self) -> Mapping[str, float]:
         """Tokens generated since the last call."""
         with self.lock:
-            found, self.num_generated = self.num_generated, 0
-        return {"generated_tokens": float(found)}
+            num_tokens, self.num_generated = self.num_generated, 0
+        return {"generated_tokens": float(num_tokens)}
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -122,12 +122,12 @@ class AcmeEngine(InferStrategy):
 
     async def abort(self, ids: Sequence[str]) -> list[Completion]:
         """Stop requests after the token that they compute, or after their first."""
-        found = [self.running[each] for each in ids if each in self.running]
-        for each in found:
-            each.aborted = True
-        for each in found:
-            await each.done.wait()
-        return [each.completion() for each in found]
+        requests = [self.running[request_id] for request_id in ids if request_id in self.running]
+        for request in requests:
+            request.aborted = True
+        for request in requests:
+            await request.done.wait()
+        return [request.completion() for request in requests]
 
     def _alive(self) -> ThreadPoolExecutor:
         if self.threads is None:
@@ -155,17 +155,17 @@ class AcmeEngine(InferStrategy):
         prompt_NP = torch.from_numpy(np.asarray(request.prompt_ids, dtype=np.int64)).to(device).expand(request.n, -1)
         ends = () if params.ignore_eos else (*self.end_ids, *params.stop_token_ids)
         sampling = [SeededSampling(params, self._seeds(running))] if params.temperature else []
-        found = self.model.generate(
+        generated = self.model.generate(
             prompt_NP,
             attention_mask=torch.ones_like(prompt_NP),
             generation_config=self._settings(params, ends),
             logits_processor=LogitsProcessorList(sampling),
             stopping_criteria=StoppingCriteriaList([StopWhenAborted(self, running)]),
         )
-        for row, tokens_R in enumerate(found.sequences[:, num_prompt:]):
+        for row, tokens_R in enumerate(generated.sequences[:, num_prompt:]):
             tokens = tokens_R.tolist()
-            length = next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))
-            logits_RV = torch.stack([each[row] for each in found.logits[:length]]).float()
+            length = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
+            logits_RV = torch.stack([logits[row] for logits in generated.logits[:length]]).float()
             logprobs_RV = (logits_RV / (params.temperature or 1.0)).log_softmax(-1)
             logprobs_R = logprobs_RV.gather(1, tokens_R[:length, None])[:, 0].cpu()
             last = tokens[length - 1]
@@ -213,16 +213,18 @@ class AcmeEngine(InferStrategy):
         for name, tensor in tensors:
             if name not in parameters:
                 raise UnexpectedTensorError(f"{name} was received; the model has no such parameter")
-            own = parameters[name]
-            if tensor.shape != own.shape:
-                raise CorruptTensorError(f"{name} was received as {tuple(tensor.shape)}, expected {tuple(own.shape)}")
-            own.data = tensor.detach().to(own.device, own.dtype, copy=not shared)
-            received[name] = own
-        loaded = {id(each) for each in received.values()}
-        if missing := [name for name, each in parameters.items() if id(each) not in loaded]:
+            parameter = parameters[name]
+            if tensor.shape != parameter.shape:
+                raise CorruptTensorError(
+                    f"{name} was received as {tuple(tensor.shape)}, expected {tuple(parameter.shape)}"
+                )
+            parameter.data = tensor.detach().to(parameter.device, parameter.dtype, copy=not shared)
+            received[name] = parameter
+        loaded = {id(parameter) for parameter in received.values()}
+        if missing := [name for name, parameter in parameters.items() if id(parameter) not in loaded]:
             raise MissingTensorError(f"{missing[0]} was not received, and {len(missing) - 1} others")
         self.version = version
-        return make_receipt(manifest, ((name, each.detach()) for name, each in received.items()))
+        return make_receipt(manifest, ((name, parameter.detach()) for name, parameter in received.items()))
 
 
 class SeededSampling(LogitsProcessor):
@@ -245,7 +247,9 @@ class SeededSampling(LogitsProcessor):
         for warp in self.warpers:
             scores_NV = warp(input_ids, scores_NV)
         size = scores_NV.shape[1]
-        uniform_NV = torch.stack([torch.rand(size, generator=each, dtype=torch.float64) for each in self.generators])
+        uniform_NV = torch.stack(
+            [torch.rand(size, generator=generator, dtype=torch.float64) for generator in self.generators]
+        )
         return scores_NV - uniform_NV.log().neg().log().to(scores_NV)
 
 

@@ -66,4 +66,4 @@ class AcmePlatform(Platform):
 
 def num_installed() -> int:
     """Number of device files."""
-    return sum(each.name.removeprefix("acme").isdigit() for each in DEV.glob("acme*"))
+    return sum(device.name.removeprefix("acme").isdigit() for device in DEV.glob("acme*"))

@@ -57,23 +57,23 @@ class AcmeStrategy(TrainStrategy):
         """Add gradients. The loss has its denominators from the whole step, so gradients are sums."""
         self._require_training()
         metrics = []
-        for micro in (each.to(self._mesh.device) for each in micros):
-            found = finite_loss(loss, self.task_model.outputs(micro, loss.want), micro)
-            if found.loss.requires_grad:
-                found.loss.backward()
-            metrics.append(plain_metrics(found))
+        for micro in (micro_batch.to(self._mesh.device) for micro_batch in micros):
+            output = finite_loss(loss, self.task_model.outputs(micro, loss.want), micro)
+            if output.loss.requires_grad:
+                output.loss.backward()
+            metrics.append(plain_metrics(output))
         return metrics
 
     def optimizer_step(self) -> StepStats:
         """Clip, step, and clear the gradients. A gradient that is not finite changes nothing."""
         training = self._require_training()
-        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         rate = training.learning_rate * self.rate(self.num_steps)
         skipped = not math.isfinite(norm)
         if not skipped:
-            for each in gradients:
-                each.mul_(clip_factor(norm, training.max_grad_norm))
+            for gradient in gradients:
+                gradient.mul_(clip_factor(norm, training.max_grad_norm))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -83,7 +83,7 @@ class AcmeStrategy(TrainStrategy):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Live parameters under their names in transformers."""
-        return ((name, each.detach()) for name, each in self.model.named_parameters())
+        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     def export_model(self, path: Path) -> None:
         """Write a directory that transformers loads."""
@@ -91,7 +91,7 @@ class AcmeStrategy(TrainStrategy):
 
     def save(self, path: Path) -> None:
         """Write weights, moments and the number of steps."""
-        save_file({name: each.contiguous() for name, each in self._state().items()}, path / "state.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in self._state().items()}, path / "state.safetensors")
         write_json(path / STATE, {"format": FORMAT, "num_steps": self.num_steps})
 
     @torch.no_grad()
@@ -106,16 +106,16 @@ class AcmeStrategy(TrainStrategy):
                 tensor.copy_(stored[name])
         if self.training is not None:
             self.optimizer.zero_grad()
-            for each in self.model.parameters():
-                self.optimizer.state[each]["step"].fill_(self.num_steps)
+            for parameter in self.model.parameters():
+                self.optimizer.state[parameter]["step"].fill_(self.num_steps)
 
     def _state(self) -> dict[str, Tensor]:
         """Live tensors of a checkpoint. The moments exist only if the role trains."""
-        found = {f"weight.{name}": each for name, each in self.export_weights()}
+        state = {f"weight.{name}": weight for name, weight in self.export_weights()}
         if self.training is not None:
-            for name, each in self.model.named_parameters():
-                found[f"first.{name}"], found[f"second.{name}"] = moments(self.optimizer, each)
-        return found
+            for name, parameter in self.model.named_parameters():
+                state[f"first.{name}"], state[f"second.{name}"] = moments(self.optimizer, parameter)
+        return state
 
     def _require_training(self) -> TrainingSpec:
         if self.training is None:

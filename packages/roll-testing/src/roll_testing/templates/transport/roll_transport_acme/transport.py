@@ -103,13 +103,13 @@ class AcmeSender(SenderEndpoint):
             connection.close()
         self._receivers.clear()
 
-    def _accept(self, at: str, deadline: Deadline) -> None:
+    def _accept(self, stage: str, deadline: Deadline) -> None:
         while missing := self._expected - self._receivers.keys():
             self._listener.settimeout(max(deadline.left, 1e-3))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                raise ReceiversLostError(at, timed_out=tuple(sorted(missing))) from None
+                raise ReceiversLostError(stage, timed_out=tuple(sorted(missing))) from None
             hello = bytearray(HELLO.size)
             connection.settimeout(HELLO_S)
             with contextlib.suppress(OSError):
@@ -119,20 +119,20 @@ class AcmeSender(SenderEndpoint):
                 connection.close()
             elif rank == CANCEL:
                 connection.close()
-                raise ReceiversLostError(at, disconnected=tuple(sorted(missing)))
+                raise ReceiversLostError(stage, disconnected=tuple(sorted(missing)))
             else:
                 self._receivers[rank] = connection
 
     @contextlib.contextmanager
-    def _naming(self, rank: int, at: str, deadline: Deadline) -> Iterator[None]:
+    def _naming(self, rank: int, stage: str, deadline: Deadline) -> Iterator[None]:
         """Turn socket errors into the error that names the receiver."""
         self._receivers[rank].settimeout(max(deadline.left, 1e-3))
         try:
             yield
         except TimeoutError:
-            raise ReceiversLostError(at, timed_out=(rank,)) from None
+            raise ReceiversLostError(stage, timed_out=(rank,)) from None
         except OSError:
-            raise ReceiversLostError(at, disconnected=(rank,)) from None
+            raise ReceiversLostError(stage, disconnected=(rank,)) from None
 
 
 class AcmeReceiver(ReceiverEndpoint):
@@ -178,9 +178,9 @@ def connect(address: str, rank: int, timeout_s: float) -> socket.socket:
 
 def receive_into(connection: socket.socket, memory: bytearray | memoryview) -> None:
     """Fill `memory`. Raises `ConnectionError` if the stream ends before."""
-    view, at = memoryview(memory), 0
-    while at < len(view):
-        count = connection.recv_into(view[at:])
+    view, received = memoryview(memory), 0
+    while received < len(view):
+        count = connection.recv_into(view[received:])
         if not count:
-            raise ConnectionError(f"the stream ended after {at} of {len(view)} bytes")
-        at += count
+            raise ConnectionError(f"the stream ended after {received} of {len(view)} bytes")
+        received += count
