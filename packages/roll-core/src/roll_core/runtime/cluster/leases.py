@@ -107,6 +107,7 @@ class SlotLeases:
         unless it names them in `needs`. With `join`, the same holds for active leases that have all roles in `needs`,
         whichever task took them.
         """
+        # A task copies its context when it starts and may outlive the leases in it.
         around = tuple(lease for lease in self._around.get() if not lease.ended)
         mine = _Lease(frozenset(needs))
         while True:
@@ -120,9 +121,11 @@ class SlotLeases:
             ):
                 break
             await self._ended.wait()
+        # No `await` since the test: two waiting takers would both see free slots.
         self._leases.append(mine)
         token = self._around.set((*around, mine))
         try:
+            # One move at a time: two leases that do not conflict may still move parts of the same role.
             async with self._moving:
                 await self._move({name: frozenset(parts) for name, parts in needs.items()}, keep)
             yield
@@ -150,6 +153,8 @@ class SlotLeases:
                 continue
             state = self._states[name]
             if away := parts & (state.offloaded | state.moving):
+                # `moving` until the call returns: after an interruption the parts count as on neither side, and both
+                # directions repeat the move.
                 state.offloaded -= away
                 state.moving |= away
                 with self._stage("onload"):

@@ -204,8 +204,10 @@ class CheckpointDirectory:
 
     def _publish(self, working: Path, step: int) -> None:
         target = self.path(step)
+        # A rename does not replace a directory that has files.
         replaced = self._move_aside(target, step) if target.exists() else None
         os.rename(working, target)
+        # The rename itself must survive a power failure before the old checkpoint is removed.
         _fsync(self.directory)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)

@@ -110,6 +110,7 @@ class GroupContext(RolloutContext):
         )
         try:
             completion = await pending.done
+        # Also after a cancellation: the queue would go on sampling for a call that no program awaits.
         finally:
             del self._pending[key]
             self._queue.cancel([pending])

@@ -142,6 +142,7 @@ class RequestQueue:
         pending.done.add_done_callback(retrieve)
         self._requests[request.id] = pending
         if all(output.complete for output in outputs):
+            # Later: the caller has no `pending` yet whose result it could await.
             loop.call_soon(self._continue, pending, outputs)
         else:
             self._enqueue(pending, outputs)
@@ -200,10 +201,12 @@ class RequestQueue:
     @asynccontextmanager
     async def paused(self, *, in_flight: bool) -> AsyncIterator[None]:
         """Start no requests in the block, for a weight update. Pauses running requests unless they stay `in_flight`."""
+        # Before the pause: `_dispatch` must not fill the places of interrupted requests while weights change.
         self._holds += 1
         paused = [] if in_flight else [request for request in self._requests.values() if request.wants_tokens]
         try:
             await self.pause(paused)
+            # Not around `pause`: without its timeouts, the pause would wait for a hanging replica without end.
             with self._monitor.suspended():
                 yield
         finally:
@@ -216,6 +219,7 @@ class RequestQueue:
         while True:
             while self._requests:
                 await asyncio.wait([request.done for request in self._requests.values()])
+            # A caller whose request is done may submit its next one, but only once the loop has resumed it.
             await asyncio.sleep(0)
             if not self._requests:
                 return
@@ -253,6 +257,7 @@ class RequestQueue:
         combined = SubRequest(pending, left)
         together = combined.is_whole and not self._expand
         for sub in [combined] if together else [SubRequest(pending, [output]) for output in left]:
+            # The number is unique, so that the heap never compares two sub-requests, which have no order.
             heapq.heappush(self._queue, (pending.request.priority, pending.order, next(self._numbers), sub))
         self._dispatch_soon()
 
@@ -272,6 +277,7 @@ class RequestQueue:
             if survives:
                 self.no_replicas.set()
             return
+        # After the check for an error: without a replica, requests fail even during a weight update.
         if self._holds:
             return
         served: int | None = None
@@ -280,6 +286,7 @@ class RequestQueue:
             if priority != served:  # sub-requests that wait for their replica precede the following ones of the queue
                 self._accept_waiting(priority)
                 served = priority
+            # A cancelled request stays in the heap, where removing it would cost a search, and is dropped here.
             if sub.parent.wants_tokens and not self._accept(item):
                 break
             heapq.heappop(self._queue)
@@ -319,6 +326,7 @@ class RequestQueue:
                 self._full.discard(slot)
 
     def _place(self, slot: ReplicaSlot, sub: SubRequest) -> None:
+        # It was cancelled while it waited for this replica's capacity.
         if not sub.parent.wants_tokens:
             return
         self.num_continued += sub.outputs[0].num_tokens > 0
@@ -326,6 +334,7 @@ class RequestQueue:
         if not sub.is_whole:
             output = sub.outputs[0]
             request = rest_of(request, output, f"{request.id}#{output.index}.{next(self._numbers)}")
+        # The last heartbeat of an idle replica may be old: its first token gets the full timeout.
         if not slot.running:
             self._monitor.heartbeat(slot)
         slot.running[request.id] = sub
@@ -365,9 +374,11 @@ class RequestQueue:
         self._full.discard(slot)
         self.num_lost_replicas += 1
         self._last_error = error
+        # Emptied before anything else: results that still arrive then find no sub-request and are ignored.
         running, slot.running = slot.running, {}
         for id, sub in running.items():
             sub.parent.returned(id)
+        # `pause` awaits these calls, which a lost worker never answers.
         for abort in slot.aborts:
             abort.cancel()
         lost = [*running.values(), *(sub for *_, sub in slot.waiting)]
@@ -426,6 +437,7 @@ class RequestQueue:
         for output, part in zip(sub.outputs, parts, strict=False):
             seam = output.num_tokens
             output.add(part, params.max_new_tokens)
+            # The engine finds stop strings within what it samples, but not one that begins before the interruption.
             stops = () if params.ignore_eos else params.stop
             if stops and seam and self._find_stop is not None and output.sampled is not None:
                 stop = self._find_stop(output.sampled.token_ids, seam, stops)
@@ -438,6 +450,7 @@ class RequestQueue:
             return
         if all(output.complete for output in pending.outputs):
             self._close(pending, "completed")
+            # A caller that was cancelled while it awaited the result has cancelled the future, too.
             if not pending.done.done():
                 sampled = tuple(output.sampled for output in pending.outputs if output.sampled is not None)
                 completion = Completion(

@@ -120,16 +120,19 @@ class WorkerReplica(Replica):
     async def _wait(self, submitting: asyncio.Future[None], id: str, on_result: OnResult) -> None:
         outcome: Completion | BaseException
         try:
+            # All requests of the call share it: cancelling one of them must not cancel the submission.
             await asyncio.shield(submitting)
             outcome = await self._workers(InferWorker.result, NO_DEADLINE).at(self._rank, id)
         except Exception as error:  # the queue decides what it means
             outcome = error
+        # `cancel` may have removed it meanwhile, and a new request may have its id.
         if self._waiting.get(id) is asyncio.current_task():
             del self._waiting[id]
         on_result(id, outcome)
 
     @override
     async def abort(self, ids: Sequence[str]) -> None:
+        # A worker can only abort what it has received.
         if self._submitting:
             await asyncio.wait(list(self._submitting))
         await self._workers(InferWorker.abort, NO_DEADLINE).at(self._rank, list(ids))
@@ -218,6 +221,7 @@ class Router:
         slot.load += by
         if slot.alive:
             heapq.heappush(self._heap, (slot.load, slot.number))
+            # Stale entries leave only at the front: without a rebuild the heap would grow with every request.
             if len(self._heap) > 64 + 8 * len(self.slots):
                 self._heap = [(slot.load, slot.number) for slot in self.slots.values()]
                 heapq.heapify(self._heap)
@@ -369,6 +373,7 @@ class HealthMonitor:
         self._replied(slot)
         slot.reports = reported is not None
         for completion in reported or ():
+            # The request may have ended during the poll.
             sub = slot.running.get(completion.id)
             if sub is not None and sub.report(completion.outputs):
                 self.heartbeat(slot)

@@ -77,6 +77,7 @@ class PartialOutput:
         self.sampled = part if self.sampled is None else joined(self.sampled, part)
         if part.finish_reason != "abort":
             self.complete = True
+        # Interrupted at its last token: a request for the rest would ask for 0 tokens.
         elif self.num_tokens >= max_new_tokens:
             self.sampled = replace(self.sampled, finish_reason="length")
             self.complete = True
@@ -231,6 +232,7 @@ def rest_of(request: GenerateRequest, output: PartialOutput, id: str) -> Generat
             min_new_tokens=max(0, params.min_new_tokens - num),
         ),
         n=1,
+        # The first part had them; here the prompt includes sampled tokens.
         prompt_logprobs=False,
         prompt_topk=0,
     )

@@ -165,6 +165,7 @@ class GroupQueue:
         """Remove and return the batch, and the number of remaining groups that it passed over."""
         slots = list(self.slots.values())
         if self.first_ready:
+            # Groups that waited first: otherwise fast groups would pass over a slow one in every batch.
             slots = sorted((slot for slot in slots if slot.group is not None), key=lambda slot: not slot.waited)
         taken = sorted(slots[: self.count], key=lambda slot: slot.position)
         for slot in taken:
@@ -228,6 +229,7 @@ class RolloutScheduler:
                 self._resume()
                 self._admit()
                 while self._failure is None and not all(queue.is_complete for queue in self._queues):
+                    # No `await` between the check and this line: a group that completes in between would be missed.
                     self._changed.clear()
                     await self._serve(self._changed.wait())
                 if self._failure is not None:
@@ -239,8 +241,10 @@ class RolloutScheduler:
                 self._wanted = False
             takes = [queue.take() for queue in self._queues]
             taken = [slot for slots, _ in takes for slot in slots]
+            # Within the lease: no request may run when another role gets these slots.
             if not self.plan.concurrent:
                 await self._pause()
+        # The groups just taken left room: the engine generates ahead while the batch is trained on.
         if self.plan.concurrent:
             self._admit()
         facts = BatchFacts(
@@ -339,6 +343,7 @@ class RolloutScheduler:
         """Begin the batch of a step in all queues."""
         self._step, self._wanted = step, True
         until = step + 1 + math.ceil(self.plan.ahead)
+        # A resumed run iterates over the counts of all earlier steps here; the bounded deque forgets them.
         self._upcoming.extend(islice(self._batches, until - self._until))
         self._until = until
         for queue in self._queues:
@@ -354,6 +359,7 @@ class RolloutScheduler:
 
     def _admit(self) -> None:
         """Start as many of the next prompts as the queues' capacities allow."""
+        # Rounds: engine batches must not depend on which group ends first (see the module's docstring).
         if not self.plan.ahead and any(queue.num_unfinished for queue in self._queues):
             return
         self._start(
@@ -366,11 +372,13 @@ class RolloutScheduler:
         plan = self.plan
         for queue, slot in slots:
             saved, slot.saved = slot.saved, None
+            # A restored rollout keeps the step of its first tokens, because its staleness counts from there.
             if saved is None:
                 slot.born = self._step
             terms = GroupTerms(
                 params=plan.params,
                 n=plan.n,
+                # With `born`, so that a group that was restarted for staleness gets other random numbers.
                 seed_of=None if self._seed is None else (self._seed, "train", slot.born),
                 id_prefix=f"train/{self._step}/",
                 routed_experts=plan.routed_experts,
@@ -390,6 +398,7 @@ class RolloutScheduler:
             is_kept = self.plan.keep is None or self.plan.keep(group)
             self._counts["left out"] += not is_kept
             queue.finish(slot, group if is_kept else None)
+            # Otherwise the batch is complete, and the slots are about to be another role's.
             if self._wanted or self.plan.concurrent:
                 self._admit()
             if queue.is_complete:
@@ -414,6 +423,8 @@ class RolloutScheduler:
             ends = list(accumulate(queue.counts))
             for position, slot in enumerate(queue.slots.values()):
                 begun = slot.group is not None or slot.rollout is not None or slot.saved is not None
+                # `bisect` is the number of batches that are full before this position: the group is trained on so
+                # many steps from now.
                 if begun and self._step + bisect(ends, position) - slot.born > bound:
                     self._cancel(slot)
                     queue.restart(slot, self._step)
@@ -428,6 +439,7 @@ class RolloutScheduler:
         """
         keeps = self.plan.keep_partials and self.plan.ahead > 0
         running = [(slot, slot.rollout) for _, slot in self._all() if slot.rollout is not None]
+        # Before the pause: a program whose request ends meanwhile would submit its next one.
         for _, rollout in running:
             rollout.hold()
         await self._requests.pause([pending for _, rollout in running for pending in rollout.pending])

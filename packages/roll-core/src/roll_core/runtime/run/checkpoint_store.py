@@ -92,6 +92,7 @@ class CheckpointUploader:
             self._pending.remove(skipped)
             self._local.pinned.discard(skipped.step)
         self._pending.append(checkpoint)
+        # Retention must not remove files that are being uploaded.
         self._local.pinned.add(checkpoint.step)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._upload_pending(), name="checkpoint uploads")
@@ -127,6 +128,7 @@ class CheckpointUploader:
             elif isinstance(error, Exception):
                 await self._wait()
         finally:
+            # A thread cannot be cancelled: it tests this event between parts of a file.
             self._stop.set()
             if self._task is not None:
                 await cancel_all([self._task])

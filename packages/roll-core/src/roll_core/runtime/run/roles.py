@@ -439,6 +439,7 @@ class GroupInferRole(InferRole):
         """Restart replicas whose workers exited. They receive requests after the next publish (`received`)."""
         while self.group.lost:  # more workers may exit meanwhile
             rank = min(self.group.lost)
+            # First: an idle replica's exit may be unnoticed, and the queue would submit to the old worker.
             self.queue.remove(self._replicas[rank])
             await self.group.replace(rank)
             await self._workers(InferWorker.start).at(rank)
@@ -507,6 +508,7 @@ class GroupInferRole(InferRole):
                 if await self._is_done(task):
                     return await task
                 async with self._restarting:
+                    # Another caller may have restarted them while this one waited for the lock.
                     if self.queue.no_replicas.is_set():
                         await (self._restart or self.reload)()
             if not await self._is_done(task) and (death := self.queue.error) is not None:
@@ -518,6 +520,7 @@ class GroupInferRole(InferRole):
 
     async def _is_done(self, task: asyncio.Task[T]) -> bool:
         """Wait for the task or for the loss of all replicas. Returns True if the task is done."""
+        # The task alone is not enough: with no replica alive its requests wait without end.
         alone = asyncio.create_task(self.queue.no_replicas.wait())
         try:
             await asyncio.wait({task, alone}, return_when=asyncio.FIRST_COMPLETED)

@@ -186,6 +186,7 @@ class RunSaver:
         `CheckpointError` and any rank's error, including those of the previous checkpoint.
         """
         with self._run.stage("checkpoint"):
+            # One checkpoint at a time: a rank has a single pending state.
             await self._wait()
             if best is not None:
                 self.best, self._directory.best = best, best.step
@@ -231,6 +232,7 @@ class RunSaver:
                 owner = run.registry.owner(run.registry.find(PipelineProvider, run.config.pipeline))
                 raise ContractError(f"{owner}: state() has values that are not plain JSON: {error}") from error
             unfinished = [role for name, role in trained.items() if await role.save(path / name, portable=portable)]
+            # The stack goes to the task: from here the task completes or removes the checkpoint.
             self._finishing = asyncio.create_task(self._finish(run.step, unfinished, writing.pop_all()))
         if not unfinished:
             await self._wait()

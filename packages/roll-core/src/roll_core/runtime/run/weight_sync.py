@@ -105,6 +105,7 @@ class WeightSyncController:
             guards.failed("weights_unchanged", error)
         except WeightSyncError as error:
             guards.failed("weight_manifest", error)
+            # The guard may only warn, but weights of mixed versions must not generate.
             if not error.loaded:
                 raise
         else:
@@ -113,6 +114,7 @@ class WeightSyncController:
                 "weight_sync/seconds": report.seconds,
                 "weight_sync/copied_bytes": report.copied_bytes,
             }
+        # Only now: after an exception the next publish must not be skipped as current.
         link.version, self._sources[target] = version, source
         engine.received(version)
         if link.publisher.plan.transport.in_process and target not in self._run.busy_roles:

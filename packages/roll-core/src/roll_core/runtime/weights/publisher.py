@@ -103,6 +103,7 @@ class WeightPublisher:
         except WeightSyncError as error:
             error.loaded = True
             raise
+        # Before the checks below: receivers hold this version even if one of them raises.
         previous, self._previous = self._previous, proven
         previous_sample, self._previous_sample = self._previous_sample, handle.sample
         must_differ = previous is not None and previous.version < (version if changed_at is None else changed_at)
@@ -167,6 +168,8 @@ class WeightPublisher:
             done, pending = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if pending:
                 grace_s = _grace_s(done)
+                # One side failed: the other blocks in the transfer until its deadline unless it is woken. It gets time
+                # to report, because its error may be the cause.
                 if grace_s is not None:
                     await self._call_off(handle)
                 await asyncio.wait(pending, timeout=grace_s)
@@ -182,6 +185,7 @@ class WeightPublisher:
         transport, options = load_transport(self.plan.transport), self.plan.route.options
         for address in dict.fromkeys(handle.addresses or (handle.address,)):
             try:
+                # In a thread: it may block in a connection while this loop serves the other workers' calls.
                 await asyncio.to_thread(transport.cancel_transfer, address, options)
             except Exception as error:  # plugin code, which must not hide the failure that led here
                 name = self.plan.transport.name
@@ -221,6 +225,8 @@ class WeightPublisher:
     ) -> None:
         raised = [error for future in (receiving, sending) if future.done() and (error := future.exception())]
         sent = sending.result() if sending.done() and not sending.exception() else SendOutcome()
+        # From cause to consequence: a worker that exited makes others time out, and a failed sender cuts off its
+        # receivers. A lost sender is reported only if nothing else explains it.
         for error in sorted(raised, key=lambda error: not isinstance(error, WorkerDiedError)):
             if isinstance(error, WorkerTimeoutError) and error.role == self._infer.role:
                 raise self._timed_out(plan, error.ranks, sent.tensor_name) from error

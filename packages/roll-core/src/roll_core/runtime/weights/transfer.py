@@ -85,6 +85,7 @@ class WeightSender:
                 (name, tensor.to(dtype) if dtype and tensor.is_floating_point() and name not in buffers else tensor)
                 for name, tensor in self._export(plan)
             ]
+            # Only after the export, which is collective.
             if not self.sends(plan):
                 return None
             # The entries name the memory, so that the proof needs no digests.
@@ -119,6 +120,7 @@ class WeightSender:
         manifest = WeightManifest(version=plan.version, tensors=self._described[1])
         try:
             sent = self._endpoint.send(manifest, exported, Deadline(plan.deadline_s))
+        # Closed before the export ends, which may take long: receivers that are left see the end at once.
         except ReceiversLostError as lost:
             self.close()
             _exhaust(exported)
@@ -148,6 +150,7 @@ class WeightSender:
         if plan.self_test:
             return _self_test_tensors(self._device)
         exported = self._strategy.export_adapters() if plan.adapters else self._strategy.export_weights()
+        # Other ranks take part in the export and convert nothing.
         if plan.weight_format != "dtype" and self.sends(plan):
             from roll_core.spec.fp8 import to_fp8
 
@@ -315,6 +318,7 @@ class WeightReceiver:
         if plan.transport.in_process:
             return iter(handle.tensors)
         address = handle.addresses[self._rank] if handle.addresses else handle.address
+        # The sender has a new endpoint: after a failure, or because a worker was replaced.
         if self._endpoint is not None and self._endpoint.address != address:
             self.close()
         if self._endpoint is None:

@@ -131,6 +131,7 @@ class InferWorker(ReceivingWorker):
         try:
             completion = self._checked(await running.task, running.request)
         finally:
+            # `forget` may have removed it meanwhile, and a new request may have its id.
             if self.running.get(request_id) is running:
                 del self.running[request_id]
         if not running.aborted and any(output.finish_reason == "abort" for output in completion.outputs):

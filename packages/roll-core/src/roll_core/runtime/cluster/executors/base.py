@@ -392,6 +392,7 @@ async def collect(
         timeout = None if seconds == math.inf else seconds
         _, pending = await asyncio.wait(futures.values(), timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
         if _errors(futures):
+            # The first error to arrive is often a consequence; the cause may be about to arrive.
             await _grace_period(futures)
             raise_first_cause(role, method, futures)
         if pending:
