@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has a section for each known error of ours. ROLL_UPDATE_GOLDEN=1 updates them."""
+"""docs/troubleshooting.md has a section for each error that our packages recognise. ROLL_UPDATE_GOLDEN=1 updates it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The public API of plugins, as text: `public_api.txt`.
 
 A change of that file is a change for plugins: additions keep HOOK_API, removals need a warning release first
-(docs/plugins.md, "Versions"). `python tests/plugins/test_api_snapshot.py` writes it anew.
+(docs/plugins.md, "Versions"). `python tests/plugins/test_api_snapshot.py` rewrites it.
 """
 
 import ast

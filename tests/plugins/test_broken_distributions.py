@@ -1,5 +1,6 @@
-"""Every way in which a plugin can be broken, installed for real: nobody else is hurt, the listing says what is wrong,
-and who asks for it learns why it is not there."""
+"""Every way in which an installed plugin can be broken.
+
+Other plugins work, the listing has the cause, and an error names the broken plugin to those who configure it."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Stable codes: one for each class of error, all documented. ROLL_UPDATE_DOCS=1 writes the tables of the page anew."""
+"""Stable codes: one for each class of error, all documented. ROLL_UPDATE_DOCS=1 rewrites the tables of the page."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""Replicas that hang, in virtual time: they are given up for silence alone, and what they were drawing goes on."""
+"""Replicas that hang, in virtual time: only a timeout ends them, and their responses resume on others."""
 
 import asyncio
 

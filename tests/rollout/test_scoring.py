@@ -1,4 +1,4 @@
-"""A judge's workers: what fails is tried again elsewhere, and one that dies takes no run with it."""
+"""Reward workers: failed samples are retried on another worker, and a run survives a worker that exits."""
 
 import asyncio
 from types import SimpleNamespace

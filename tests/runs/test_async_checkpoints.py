@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the run goes on: complete or not there, and of the step that was saved."""
+"""Checkpoints that are written while the run continues: complete or absent, and with the state of the saved step."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Runs whose engine hangs in the middle of an answer: it is given up for its silence, and nothing is lost."""
+"""Runs whose engine hangs during a response: it times out and is replaced, and no response is lost."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and which it refuses."""
+"""The checkpoint that a run resumes from, and those that it refuses."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Token in, token out: what was drawn is what is trained on, even where decoding and encoding again would change it."""
+"""Token in, token out: sampled tokens are trained on, even where decoding and encoding again would change them."""
 
 import json
 

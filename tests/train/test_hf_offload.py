@@ -1,4 +1,4 @@
-"""What `hf_train` moves to the host is gone from where it was, and comes back as it was."""
+"""States that `hf_train` offloads free their device memory, and are equal after the onload."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which library carries a broadcast, and how one is used that works beside the host.
+"""The library that a broadcast uses, and one that works asynchronously to the host.
 
-`stand_in` is a backend that a package has registered with torch, as Ascend's does; beneath it is gloo.
+`stand_in` is a backend that a package has registered with torch, as Ascend's does; it uses gloo.
 """
 
 import asyncio

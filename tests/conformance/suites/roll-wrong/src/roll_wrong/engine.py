@@ -1,7 +1,7 @@
 """An engine for the bigram model with all that an infer strategy may offer, done right; the wrong ones replace a piece.
 
-Requests take turns on the event loop, a token each. A process stands beside it, as engines have them, and where
-`cache_tokens` says so there is room for so many tokens only.
+Requests take turns on the event loop, a token each. A process runs beside it, as engines have them. The cache has
+space for `cache_tokens` tokens if that is set.
 """
 
 from __future__ import annotations
