@@ -10,44 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_migrate.openrlhf_flags import (
-    ALIASES,
-    DPO,
-    FLAT,
-    GROUPS,
-    POLICY,
-    PPO,
-    REWARD,
-    RM,
-    SFT,
-    SFT_TEMPLATE,
-    TRAINER,
-    TRAINERS,
-    accumulation,
-    columns,
-    computed,
-    correction,
-    estimator,
-    evaluates,
-    fact,
-    files,
-    has_critic,
-    has_lora,
-    has_reward_model,
-    is_gspo,
-    kl_coef,
-    lengths,
-    longest,
-    losses,
-    num_rows,
-    placement,
-    positive,
-    positive_steps,
-    reference_model,
-    replica,
-    steps_per_epoch,
-    trackers,
-)
+from roll_migrate import openrlhf_flags as launch
+from roll_migrate.openrlhf_flags import DPO, POLICY, PPO, REWARD, RM, SFT, TRAINER
 from roll_migrate.rules import (
     Condition,
     Convert,
@@ -76,7 +40,7 @@ if TYPE_CHECKING:
 
 def _column(name: str) -> KeyRule:
     """Write the value at `name` of each `data_args`."""
-    return nested(lambda value, key: key.renamed({f"{role}.{name}": value for role in columns(key.source)}))
+    return nested(lambda value, key: key.renamed({f"{role}.{name}": value for role in launch.columns(key.source)}))
 
 
 def _computed(*parts: str) -> KeyRule:
@@ -84,13 +48,13 @@ def _computed(*parts: str) -> KeyRule:
 
     def convert(value: Any, key: Key) -> Outcome:
         source = key.source
-        writes = {path: item for path, item in computed(source).items() if any(part in path for part in parts)}
+        writes = {path: item for path, item in launch.computed(source).items() if any(part in path for part in parts)}
         if not writes:
             return key.unneeded("no role reads it")
-        if parts[0] == "_length" and (note := lengths(source)[2]):
+        if parts[0] == "_length" and (note := launch.lengths(source)[2]):
             return key.differs(note, writes)
         by_batch = parts[0] == "gradient_accumulation"
-        return key.changed(writes, accumulation(source, POLICY[source[TRAINER]])[2] if by_batch else "")
+        return key.changed(writes, launch.accumulation(source, POLICY[source[TRAINER]])[2] if by_batch else "")
 
     return nested(convert)
 
@@ -100,7 +64,7 @@ def _computed(*parts: str) -> KeyRule:
 
 def _files(target: str) -> Convert:
     def convert(value: Any, key: Key) -> Outcome:
-        if (names := files(value)) is None:
+        if (names := launch.files(value)) is None:
             return key.refused("only files are read: save the data set as .jsonl or .parquet")
         names = [os.path.expanduser(name) for name in names]
         return key.renamed({f"{target}.data_args.file_name": names if len(names) > 1 else names[0]})
@@ -111,7 +75,7 @@ def _files(target: str) -> Convert:
 def _max_samples(value: Any, key: Key) -> Outcome:
     if value >= 1e6:
         return key.unneeded("OpenRLHF's default: all rows")
-    roles = columns(key.source) if key.source[TRAINER] == PPO else columns(key.source)[:1]
+    roles = launch.columns(key.source) if key.source[TRAINER] == PPO else launch.columns(key.source)[:1]
     return key.renamed({f"{role}.max_samples": int(value) for role in roles})
 
 
@@ -138,7 +102,7 @@ def _type_in_first_row(source: Mapping[str, Any], column: str) -> type | None:
     from roll_core.errors import RollError
     from roll_core.spec.config import DataArguments
 
-    names = files(source.get("data.prompt_dataset") or source.get("data.dataset") or "")
+    names = launch.files(source.get("data.prompt_dataset") or source.get("data.dataset") or "")
     if not names or not Path(names[0]).is_file():
         return None
     try:
@@ -180,7 +144,7 @@ def _optimizer(prefix: str, role: str) -> dict[str, Convert]:
     def clip(value: Any, key: Key) -> Outcome:
         if prefix != "critic.":
             return key.renamed("max_grad_norm")
-        policy = fact(key.source, "actor.max_norm")
+        policy = launch.fact(key.source, "actor.max_norm")
         policy = 1.0 if policy is None else policy
         if value == policy:
             return key.unneeded("max_grad_norm applies to every trained role")
@@ -207,23 +171,23 @@ def _optimizer(prefix: str, role: str) -> dict[str, Convert]:
 def _dtype(value: Any, key: Key) -> Outcome:
     if value == "bf16":
         return key.unneeded("bf16 is the default")
-    return key.renamed({f"{role}.model_args.dtype": value for role in placement(key.source)})
+    return key.renamed({f"{role}.model_args.dtype": value for role in launch.placement(key.source)})
 
 
 def _lora(name: str) -> Convert:
     def convert(value: Any, key: Key) -> Outcome:
-        roles = [POLICY[key.source[TRAINER]], *(["critic"] if has_critic(key.source) else [])]
+        roles = [POLICY[key.source[TRAINER]], *(["critic"] if launch.has_critic(key.source) else [])]
         option = value[0] if isinstance(value, list) and len(value) == 1 else value
         return key.renamed({f"{role}.model_args.{name}": option for role in roles})
 
-    rule: Convert = only(has_lora, "ds.lora.rank is 0", nested(convert))
+    rule: Convert = only(launch.has_lora, "ds.lora.rank is 0", nested(convert))
     return rule
 
 
 def _load_in_4bit(value: Any, key: Key) -> Outcome:
     if not value:
         return key.unneeded("models are not quantized")
-    if not has_lora(key.source):
+    if not launch.has_lora(key.source):
         return key.refused("only models below adapters are quantized")
     note = "needs strategy_name: fsdp2_train; scales are not quantized too"
     return key.changed({"{role}.model_args.load_in_4bit": True}, note)
@@ -253,14 +217,14 @@ def _estimator(value: Any, key: Key) -> Outcome:
 
 
 def _no_std(value: Any, key: Key) -> Outcome:
-    if estimator(key.source) not in WHITENED:
-        return key.unneeded(f"{estimator(key.source)} does not whiten advantages")
+    if launch.estimator(key.source) not in WHITENED:
+        return key.unneeded(f"{launch.estimator(key.source)} does not whiten advantages")
     return key.refused("whitening always divides by the deviation")
 
 
 def _gamma(value: Any, key: Key) -> Outcome:
-    if estimator(key.source) not in ("gae", "reinforce"):
-        return key.dead(f"OpenRLHF uses 1 for {estimator(key.source)}")
+    if launch.estimator(key.source) not in ("gae", "reinforce"):
+        return key.dead(f"OpenRLHF uses 1 for {launch.estimator(key.source)}")
     return key.renamed("gamma")
 
 
@@ -268,14 +232,14 @@ def _clip_range(value: Any, key: Key) -> Outcome:
     low, high = value
     if -low != high or high <= 0:
         return key.refused("reward_clip is symmetric")
-    if estimator(key.source) in BASELINES:
+    if launch.estimator(key.source) in BASELINES:
         note = "here rewards are clipped before the group's baseline, in OpenRLHF after it"
         return key.differs(note, {"reward_clip": high})
     return key.changed({"reward_clip": high})
 
 
 def _kl_coef(value: Any, key: Key) -> Outcome:
-    if kl_coef(key.source) <= 0:
+    if launch.kl_coef(key.source) <= 0:
         return key.unneeded("there is no KL penalty, as by default here")
     return key.renamed("kl_loss_coef" if key.get("algo.kl.use_loss") else "init_kl_coef")
 
@@ -302,18 +266,18 @@ def _kl_target(value: Any, key: Key) -> Outcome:
 def _eps_clip(value: Any, key: Key) -> Outcome:
     if key.get("actor.eps_clip_low_high"):
         return key.dead("eps_clip_low_high takes precedence")
-    return _eps_clip_range([value, value], key) if is_gspo(key.source) else key.renamed("pg_clip")
+    return _eps_clip_range([value, value], key) if launch.is_gspo(key.source) else key.renamed("pg_clip")
 
 
 def _eps_clip_range(value: Any, key: Key) -> Outcome:
     low, high = value
-    if is_gspo(key.source):
+    if launch.is_gspo(key.source):
         return key.renamed({"pg_options.clip_low": low, "pg_options.clip_high": high})
     return key.renamed({"pg_clip_low": low, "pg_clip_high": high}, "clip-higher")
 
 
 def _dual_clip(value: Any, key: Key) -> Outcome:
-    return key.refused("gspo has no dual clip") if is_gspo(key.source) else key.renamed("dual_clip")
+    return key.refused("gspo has no dual clip") if launch.is_gspo(key.source) else key.renamed("dual_clip")
 
 
 def _policy_loss(value: Any, key: Key) -> Outcome:
@@ -323,9 +287,9 @@ def _policy_loss(value: Any, key: Key) -> Outcome:
 
 
 def _aggregation(value: Any, key: Key) -> Outcome:
-    if is_gspo(key.source):
+    if launch.is_gspo(key.source):
         return key.dead("gspo is always seq-mean-token-mean")
-    if value != "token-mean" and key.get("algo.kl.use_loss") and kl_coef(key.source):
+    if value != "token-mean" and key.get("algo.kl.use_loss") and launch.kl_coef(key.source):
         return key.differs("OpenRLHF's KL in the loss stays token-mean", "loss_agg_mode")
     return key.renamed("loss_agg_mode")
 
@@ -342,10 +306,10 @@ UNBOUNDED = 1e9
 
 
 def _correction(value: Any, key: Key) -> Outcome:
-    level, mode, bounds = correction(key.source)
+    level, mode, bounds = launch.correction(key.source)
     if level == "off":
         return key.unneeded("it is off")
-    if is_gspo(key.source):
+    if launch.is_gspo(key.source):
         return key.refused("gspo then compares with the engine's logprobs")
     if key.get("algo.advantage.is_correction_gating") not in (None, "ratio"):
         return key.refused("only ratios are gated, see train_infer_correction")
@@ -366,7 +330,7 @@ def _correction(value: Any, key: Key) -> Outcome:
 
 
 def _filtering(value: Any, key: Key) -> Outcome:
-    low, high = fact(key.source, "algo.dynamic_filtering_range")
+    low, high = launch.fact(key.source, "algo.dynamic_filtering_range")
     if not key.get("algo.dynamic_filtering_enable"):
         return key.unneeded("algo.dynamic_filtering_enable is off")
     filters = {"type": "mean_filter", "filter_args": {"threshold_down": low, "threshold_up": high}}
@@ -378,7 +342,7 @@ def _overlong(value: Any, key: Key) -> Outcome:
     if value <= 0 or int(value) != value:
         return key.refused("l_cache counts tokens")
     penalty = "soft_overlong_penalty"
-    return key.changed({f"{penalty}.l_max": longest(key.source), f"{penalty}.l_cache": int(value)})
+    return key.changed({f"{penalty}.l_max": launch.longest(key.source), f"{penalty}.l_cache": int(value)})
 
 
 def _remote(value: Any, key: Key) -> Outcome:
@@ -392,7 +356,7 @@ def _remote(value: Any, key: Key) -> Outcome:
 
 
 def _reward_model(value: Any, key: Key) -> Outcome:
-    if not has_reward_model(key.source):
+    if not launch.has_reward_model(key.source):
         return key.unneeded("reward.remote_url or train.agent_func_path scores responses")
     settings = {"reward": "model", "model_args.model_name_or_path": value, "input": "tokens"}
     writes = {f"rewards.{REWARD}.{name}": setting for name, setting in settings.items()}
@@ -402,7 +366,7 @@ def _reward_model(value: Any, key: Key) -> Outcome:
 def _nll(value: Any, key: Key) -> Outcome:
     if value <= 1e-8:
         return key.unneeded("it is off")
-    writes = {"loss_type": losses(key.source), "loss_weights": [1.0, value]}
+    writes = {"loss_type": launch.losses(key.source), "loss_weights": [1.0, value]}
     return key.differs("a mean over sequences in OpenRLHF, over tokens here", writes)
 
 
@@ -419,21 +383,22 @@ def _ahead(value: Any, key: Key) -> Outcome:
     if not key.get("train.async_enable"):
         return key.unneeded("train.async_enable is off")
     note = "OpenRLHF publishes weights between two batches; here responses continue with the new weights"
-    return key.differs(note, {"async_generation_ratio": float(positive(key.source, "train.async_queue_size"))})
+    return key.differs(note, {"async_generation_ratio": float(launch.positive(key.source, "train.async_queue_size"))})
 
 
 def _generated(value: Any, key: Key) -> Outcome:
-    if not value or value == positive(key.source, "rollout.batch_size"):
+    if not value or value == launch.positive(key.source, "rollout.batch_size"):
         return key.unneeded("a batch has rollout_batch_size prompts")
     return key.differs("here generation runs ahead by async_generation_ratio batches")
 
 
 def _episodes(value: Any, key: Key) -> Outcome:
-    steps, size = steps_per_epoch(key.source), positive(key.source, "rollout.batch_size")
+    steps, size = launch.steps_per_epoch(key.source), launch.positive(key.source, "rollout.batch_size")
     if steps is None:
         note = f"rlvr counts steps: set max_steps to {value} × rows of the data / rollout_batch_size {size}"
         return key.lacking(f"{note}; the rows cannot be counted from here", {"max_steps": "???"})
-    note = f"{value} × ({num_rows(key.source)} rows // {size} prompts per batch); less if longer prompts are dropped"
+    rows = launch.num_rows(key.source)
+    note = f"{value} × ({rows} rows // {size} prompts per batch); less if longer prompts are dropped"
     return key.changed({"max_steps": max(int(value), 1) * steps}, note)
 
 
@@ -442,20 +407,20 @@ def _epochs(value: Any, key: Key) -> Outcome:
 
 
 def _eval_steps(value: Any, key: Key) -> Outcome:
-    if not evaluates(key.source):
+    if not launch.evaluates(key.source):
         return key.unneeded("there is no eval.dataset")
     if value >= 1:
         return key.renamed("eval_steps")
     if key.source[TRAINER] == PPO:
         return key.changed({"eval_steps": 0}, "-1 is off")
-    steps = steps_per_epoch(key.source)
+    steps = launch.steps_per_epoch(key.source)
     if steps is None:
         return key.differs("OpenRLHF evaluates after each epoch; here every eval_steps, 10 by default")
     return key.changed({"eval_steps": steps}, "once per epoch")
 
 
 def _best(value: Any, key: Key) -> Outcome:
-    if value == "none" or not evaluates(key.source) or positive_steps(key.source) is None:
+    if value == "none" or not launch.evaluates(key.source) or launch.positive_steps(key.source) is None:
         return key.unneeded("no best checkpoint is saved by default")
     return key.differs("over all held-out rows", {"save_best": "val/score/mean"})
 
@@ -464,7 +429,7 @@ def _wandb(name: str) -> Convert:
     target = f"tracker_kwargs.wandb.{name}"
 
     def convert(value: Any, key: Key) -> Outcome:
-        used = "wandb" in trackers(key.source) and "wandb" in key.trackers
+        used = "wandb" in launch.trackers(key.source) and "wandb" in key.trackers
         if name != "name":
             return key.renamed(target) if used else key.unneeded("wandb is not used")
         outcome = experiment(key, "openrlhf")
@@ -474,12 +439,12 @@ def _wandb(name: str) -> Convert:
 
 
 def _wandb_key(value: Any, key: Key) -> Outcome:
-    outcome = track_with(key, trackers(key.source))
+    outcome = track_with(key, launch.trackers(key.source))
     return replace(outcome, note=f"{outcome.note}; the key is not copied: set WANDB_API_KEY, or log in")
 
 
 def _tensorboard(value: Any, key: Key) -> Outcome:
-    outcome = track_with(key, trackers(key.source))
+    outcome = track_with(key, launch.trackers(key.source))
     if outcome.status == "unsupported":
         return outcome
     return replace(outcome, writes=(*outcome.writes, *key.renamed("tracker_kwargs.tensorboard.log_dir").writes))
@@ -541,7 +506,7 @@ def _common(model: str) -> dict[str, Convert]:
         "ds.lora.rank": _lora("lora_rank"),
         "ds.lora.alpha": _lora("lora_alpha"),
         "ds.lora.target_modules": _lora("lora_target"),
-        "ds.lora.dropout": lambda value, key: lora_dropout(key, enabled=has_lora(key.source)),
+        "ds.lora.dropout": lambda value, key: lora_dropout(key, enabled=launch.has_lora(key.source)),
         "ds.packing_samples": unneeded("sequences are always packed"),
         "ds.attn_implementation": unneeded("attn_implementation: auto is the fastest exact one"),
         **keys(
@@ -566,14 +531,11 @@ def _tuned() -> dict[str, Convert]:
 
 def _pairs() -> dict[str, Convert]:
     """Flags of the trainers on pairs of responses."""
-    return {
-        **{f"data.{name}_key": _column(name) for name in ("prompt", "chosen", "rejected")},
-        "ref.offload": PLACED,
-    }
+    return {**{f"data.{name}_key": _column(name) for name in ("prompt", "chosen", "rejected")}, "ref.offload": PLACED}
 
 
 CRITIC = only(
-    has_critic,
+    launch.has_critic,
     "only the estimator gae has a critic",
     {
         **_optimizer("critic.", "critic"),
@@ -584,7 +546,7 @@ CRITIC = only(
     },
 )
 KL = only(
-    lambda source: kl_coef(source) > 0,
+    lambda source: launch.kl_coef(source) > 0,
     "there is no KL penalty",
     {
         "algo.kl.use_loss": to("use_kl_loss"),
@@ -604,7 +566,7 @@ ACTOR: dict[str, Convert] = {
     "algo.kl.init_coef": _kl_coef,
     **{
         f"{group}.{name}": _computed(f"{role}.device_mapping")
-        for group, role in GROUPS.items()
+        for group, role in launch.GROUPS.items()
         for name in ("num_nodes", "num_gpus_per_node")
     },
     "vllm.num_engines": _computed("actor_infer.device_mapping"),
@@ -624,7 +586,7 @@ ACTOR: dict[str, Convert] = {
     "actor.freeze_visual_encoder": unneeded("only text models are trained"),
     "algo.advantage.estimator": _estimator,
     "algo.advantage.gamma": _gamma,
-    "algo.advantage.lambd": only(has_critic, "only the estimator gae reads it", to("lambd")),
+    "algo.advantage.lambd": only(launch.has_critic, "only the estimator gae reads it", to("lambd")),
     "algo.advantage.no_std_norm": _no_std,
     "algo.advantage.is_correction_level": _correction,
     **keys(
@@ -635,10 +597,7 @@ ACTOR: dict[str, Convert] = {
     "algo.advantage.is_correction_type": unneeded("is_correction_enable has it"),
     "enable_vllm_is_correction": _correction,
     "vllm_is_correction_type": unneeded("enable_vllm_is_correction has it"),
-    **keys(
-        "algo.dynamic_filtering_enable algo.dynamic_filtering_range",
-        nested(_filtering),
-    ),
+    **keys("algo.dynamic_filtering_enable algo.dynamic_filtering_range", nested(_filtering)),
     "reward.model_name_or_path": _reward_model,
     "reward.remote_url": _remote,
     "reward.normalize_enable": refused("scores are not normalized by the reward model's config"),
@@ -676,9 +635,11 @@ ACTOR: dict[str, Convert] = {
     "data.image_key": refused("only text is supported"),
     "data.max_images_per_prompt": refused("only text is supported", 0),
     "ckpt.best_metric_key": _best,
-    "eval.temperature": only(evaluates, "there is no eval.dataset", to("validation.generating_args.temperature")),
+    "eval.temperature": only(
+        launch.evaluates, "there is no eval.dataset", to("validation.generating_args.temperature")
+    ),
     "eval.n_samples_per_prompt": only(
-        evaluates, "there is no eval.dataset", to("validation.generating_args.num_return_sequences")
+        launch.evaluates, "there is no eval.dataset", to("validation.generating_args.num_return_sequences")
     ),
     **keys("prompt_max_len generate_max_len", _computed("_length")),
     **keys("actor_init_on_gpu perf ptx_coef", dead("nothing reads it")),
@@ -688,10 +649,10 @@ DPO_KEYS: dict[str, Convert] = {
     **_tuned(),
     **_pairs(),
     "ref.model_name_or_path": only(
-        reference_model, "it is the policy's own model", to("reference.model_args.model_name_or_path")
+        launch.reference_model, "it is the policy's own model", to("reference.model_args.model_name_or_path")
     ),
     "model.beta": to("beta"),
-    "model.ipo_enable": nested(lambda value, key: key.changed({"loss_type": losses(key.source)})),
+    "model.ipo_enable": nested(lambda value, key: key.changed({"loss_type": launch.losses(key.source)})),
     "model.label_smoothing": only(
         lambda source: not source.get("model.ipo_enable"), "ipo_enable: IPO has no smoothing", to("label_smoothing")
     ),
@@ -723,7 +684,7 @@ def _with_flat_flags(trainer: str, rules: dict[str, Convert]) -> dict[str, Conve
     """The table of a trainer, with its optimizer and its flat flags."""
     if trainer != PPO:
         rules = {**rules, **_optimizer("", POLICY[trainer])}
-    flat = {old: _flat(new, rules) for old, new in ALIASES[trainer].items() if new[0] in rules}
+    flat = {old: _flat(new, rules) for old, new in launch.ALIASES[trainer].items() if new[0] in rules}
     return {**flat, **rules}
 
 
@@ -740,11 +701,11 @@ def _flat(names: tuple[str, ...], rules: Mapping[str, Convert]) -> KeyRule:
 
 TABLES: dict[str, dict[str, Convert]] = {
     trainer: _with_flat_flags(trainer, rules)
-    for trainer, rules in zip(TRAINERS, (ACTOR, SFT_KEYS, DPO_KEYS, RM_KEYS), strict=True)
+    for trainer, rules in zip(launch.TRAINERS, (ACTOR, SFT_KEYS, DPO_KEYS, RM_KEYS), strict=True)
 }
 IMPLIED: dict[str, dict[str, Any]] = {
     PPO: {"train.num_episodes": 1},
-    SFT: {"eval.steps": -1, "data.input_template": SFT_TEMPLATE},
+    SFT: {"eval.steps": -1, "data.input_template": launch.SFT_TEMPLATE},
     DPO: {"eval.steps": -1},
     RM: {"eval.steps": -1},
 }
@@ -759,27 +720,27 @@ def _on(*flags: str) -> Condition:
 
 
 def _has_estimator(*names: str) -> Condition:
-    return lambda source: estimator(source) in names
+    return lambda source: launch.estimator(source) in names
 
 
 def _by_estimator(name: str) -> Any:
-    return lambda source, _: ESTIMATORS.get(estimator(source), {}).get(name)
+    return lambda source, _: ESTIMATORS.get(launch.estimator(source), {}).get(name)
 
 
 def _has_kl(*, in_loss: bool) -> Condition:
-    return lambda source: kl_coef(source) and bool(source.get("algo.kl.use_loss")) is in_loss
+    return lambda source: launch.kl_coef(source) and bool(source.get("algo.kl.use_loss")) is in_loss
 
 
 def _has_steps(source: Mapping[str, Any]) -> bool:
-    return bool(evaluates(source) and positive_steps(source) and not source.get(FLAT))
+    return bool(launch.evaluates(source) and launch.positive_steps(source) and not source.get(launch.FLAT))
 
 
 def _aggregated(source: Mapping[str, Any], _: Mapping[str, Any]) -> str:
-    return "seq-mean-token-mean" if is_gspo(source) else "token-mean"
+    return "seq-mean-token-mean" if launch.is_gspo(source) else "token-mean"
 
 
 def _critic_model(source: Mapping[str, Any], _: Mapping[str, Any]) -> Any:
-    return source.get(f"{'reward' if has_reward_model(source) else 'actor'}.model_name_or_path") or None
+    return source.get(f"{'reward' if launch.has_reward_model(source) else 'actor'}.model_name_or_path") or None
 
 
 def _input_column(role: str, column: str) -> Default:
@@ -787,17 +748,17 @@ def _input_column(role: str, column: str) -> Default:
 
     def reads(source: Mapping[str, Any]) -> bool:
         is_chat = bool(source.get("data.apply_chat_template"))
-        return f"{role}.data_args" in columns(source) and is_chat is (column == "messages")
+        return f"{role}.data_args" in launch.columns(source) and is_chat is (column == "messages")
 
     def name(source: Mapping[str, Any], _: Mapping[str, Any]) -> Any:
-        return None if "data.input_key" in source else fact(source, "data.input_key") or None
+        return None if "data.input_key" in source else launch.fact(source, "data.input_key") or None
 
     return Default(f"{role}.data_args.{column}", name, reads)
 
 
 def _columns_of(role: str) -> tuple[Default, ...]:
     def is_plain(source: Mapping[str, Any]) -> bool:
-        return f"{role}.data_args" in columns(source) and not source.get("data.apply_chat_template")
+        return f"{role}.data_args" in launch.columns(source) and not source.get("data.apply_chat_template")
 
     template = Default(f"{role}.data_args.template", "plain", is_plain)
     return (template, _input_column(role, "messages"), _input_column(role, "prompt"))
@@ -812,10 +773,10 @@ def _trained(role: str, prefix: str, rate: float, when: Condition = always) -> t
         return bool(when(source)) and source.get(f"{prefix}lr_scheduler", "cosine_with_min_lr") == "cosine_with_min_lr"
 
     def has_adapters(source: Mapping[str, Any]) -> bool:
-        return bool(when(source)) and has_lora(source)
+        return bool(when(source)) and launch.has_lora(source)
 
     return (
-        Default(f"{args}.learning_rate", lambda source, _: fact(source, "adam.lr") or rate, when),
+        Default(f"{args}.learning_rate", lambda source, _: launch.fact(source, "adam.lr") or rate, when),
         Default(f"{args}.adam_beta2", 0.95, when),
         Default(f"{args}.lr_scheduler_type", "cosine_with_min_lr", when),
         Default(f"{args}.warmup_ratio", 0.03, when),
@@ -842,26 +803,26 @@ ROLLOUTS: tuple[Default, ...] = (
     Default("lambd", 1.0, _has_estimator("gae")),
     Default("whiten_advantages", True, _has_estimator("gae")),
     Default("norm_epsilon", 1e-9, _has_estimator("group_norm")),
-    Default("reward_clip", 10.0, lambda source: estimator(source) not in BASELINES),
-    Default("pg_options.clip_low", 0.2, is_gspo),
-    Default("pg_options.clip_high", 0.2, is_gspo),
-    Default("kl_loss_coef", lambda source, _: kl_coef(source), _has_kl(in_loss=True)),
+    Default("reward_clip", 10.0, lambda source: launch.estimator(source) not in BASELINES),
+    Default("pg_options.clip_low", 0.2, launch.is_gspo),
+    Default("pg_options.clip_high", 0.2, launch.is_gspo),
+    Default("kl_loss_coef", lambda source, _: launch.kl_coef(source), _has_kl(in_loss=True)),
     Default("kl_loss_penalty", "k1", _has_kl(in_loss=True)),
     Default("add_token_level_kl", True, _has_kl(in_loss=False)),
-    Default("init_kl_coef", lambda source, _: kl_coef(source), _has_kl(in_loss=False)),
-    Default("shuffle", False, lambda source: replica(source) > 1 or source.get("train.dynamic_batch_enable")),
+    Default("init_kl_coef", lambda source, _: launch.kl_coef(source), _has_kl(in_loss=False)),
+    Default("shuffle", False, lambda source: launch.replica(source) > 1 or source.get("train.dynamic_batch_enable")),
     Default("train_infer_correction.is_weight.enabled", False, _on("train.async_enable")),
-    Default("validation.generating_args.temperature", 0.6, evaluates),
-    Default("validation.generating_args.num_return_sequences", 4, evaluates),
+    Default("validation.generating_args.temperature", 0.6, launch.evaluates),
+    Default("validation.generating_args.num_return_sequences", 4, launch.evaluates),
     Default("save_best", "val/score/mean", _has_steps),
     Default("actor_infer.strategy_args.strategy_name", "vllm"),
     Default("actor_infer.strategy_args.strategy_config.gpu_memory_utilization", 0.95),
     *_columns_of("actor_train"),
     *_columns_of("validation"),
     *_trained("actor_train", "actor.", 1e-6),
-    *_trained("critic", "critic.", 9e-6, has_critic),
-    Default("value_clip", 0.5, has_critic),
-    Default("critic.model_args.model_name_or_path", _critic_model, has_critic),
+    *_trained("critic", "critic.", 9e-6, launch.has_critic),
+    Default("value_clip", 0.5, launch.has_critic),
+    Default("critic.model_args.model_name_or_path", _critic_model, launch.has_critic),
 )
 
 
@@ -872,8 +833,8 @@ def _tuning(trainer: str) -> tuple[Default, ...]:
     return (
         *SAVED,
         Default("overlong", "truncate"),
-        Default(epochs, lambda source, _: fact(source, "train.max_epochs") or 1),
-        Default("loss_type", lambda source, _: losses(source), lambda source: source[TRAINER] == DPO),
+        Default(epochs, lambda source, _: launch.fact(source, "train.max_epochs") or 1),
+        Default("loss_type", lambda source, _: launch.losses(source), lambda source: source[TRAINER] == DPO),
         *_columns_of(role),
         *_columns_of("validation"),
         *_trained(role, "", 1e-6),

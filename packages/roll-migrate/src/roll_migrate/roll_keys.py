@@ -245,10 +245,7 @@ RUN: Table = {
         "`mode: dump` → `record_rollouts: true`; ROLL's dumps cannot be read", values.rollout_mock, nested=True
     ),
     "user_defined_rollout_loop_cls": refused("custom code: see docs/plugins.md for pipelines"),
-    **keys(
-        "profiler_timeline profiler_memory",
-        unsupported("set profile, which has roles, steps and memory", False),
-    ),
+    **keys("profiler_timeline profiler_memory", unsupported("set profile, which has roles, steps and memory", False)),
     **keys("profiler_output_dir otlp_output_dir", unneeded("nothing is written there")),
     **keys("logging_dir base_dir", unneeded("log, metrics and samples are in the run's directory")),
     **keys("rollout_dump_dir save_logging_board_dir", unneeded("every sample is in the run's samples.jsonl")),
@@ -575,10 +572,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("num_return_sequences_in_group", 1),
         Default("adv_estimator", "gae"),
         Default(
-            "max_running_requests",
-            values.MAX_RUNNING,
-            _expands,
-            "ROLL's default; responses are separate requests",
+            "max_running_requests", values.MAX_RUNNING, _expands, "ROLL's default; responses are separate requests"
         ),
         *_evaluated("actor_train"),
     ),
@@ -591,9 +585,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
     ),
     "sft": (
         Default(
-            "shuffle",
-            False,
-            note="ROLL's default; file order; ROLL also drops the last incomplete batch of each epoch",
+            "shuffle", False, note="ROLL's default; file order; ROLL also drops the last incomplete batch of each epoch"
         ),
         *_evaluated("sft_train", prompt="instruction", response="output"),
     ),
@@ -623,9 +615,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("objective_options.grad_steps", 4),
         Default("objective_options.predict", "sample"),
         Default(
-            "objective_options.reward_scale",
-            0.625,
-            note="ROLL's default; 0.1 / 0.16, constants for its one reward",
+            "objective_options.reward_scale", 0.625, note="ROLL's default; 0.1 / 0.16, constants for its one reward"
         ),
         Default("objective_options.reward_offset", 0.54),
         Default(

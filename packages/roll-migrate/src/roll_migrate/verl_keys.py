@@ -1351,9 +1351,7 @@ DEFAULTS: tuple[Default, ...] = (
         note="verl selects its rule by data_source: choose the reward of your data, see docs/rewards.md",
     ),
     Default(
-        f"rewards.{REWARD}.ground_truth",
-        _scored_by("reward_model.ground_truth"),
-        note="the column of verl's rows",
+        f"rewards.{REWARD}.ground_truth", _scored_by("reward_model.ground_truth"), note="the column of verl's rows"
     ),
     Default(
         "max_steps",
