@@ -19,7 +19,7 @@ Target = Annotated[str, AfterValidator(importable)]
 
 
 class MathWithPythonConfig(Config):
-    """`math_with_python`."""
+    """Options of the environment `math_with_python`."""
 
     num_operations: Annotated[int, Field(ge=1, le=20)] = 3
     """Operators in a problem."""
@@ -28,7 +28,7 @@ class MathWithPythonConfig(Config):
 
 
 class LocalSearchConfig(Config):
-    """`local_search`."""
+    """Options of the environment `local_search`."""
 
     corpus: str | None = None
     """JSON Lines file of documents with `title` and `text`. Default: the corpus of the package."""
@@ -45,7 +45,7 @@ class LocalSearchConfig(Config):
 
 
 class TextGameConfig(Config):
-    """`text_game`."""
+    """Options of the environment `text_game`."""
 
     rooms: Annotated[int, Field(ge=3, le=20)] = 6
     """Rooms of the house."""
@@ -54,7 +54,7 @@ class TextGameConfig(Config):
 
 
 class ToolsConfig(Config):
-    """`tools`."""
+    """Options of the environment `tools`."""
 
     target: Target = Field(alias="class")
     """Your class, `module:Class`, or a function that returns an object. Its public methods are tools."""
@@ -79,7 +79,7 @@ class ToolsConfig(Config):
 
 
 class GymnasiumConfig(Config):
-    """`gymnasium`."""
+    """Options of the environment `gymnasium`."""
 
     make: str = "gymnasium:make"
     """Function or class that makes the environment, `module:attribute`. For GEM: `gem:make`."""
@@ -124,7 +124,7 @@ class GymnasiumConfig(Config):
 
 
 class ReasoningGymConfig(Config):
-    """`reasoning_gym`."""
+    """Options of the environment `reasoning_gym`."""
 
     dataset: str
     """Name of the dataset."""
@@ -140,7 +140,7 @@ class ReasoningGymConfig(Config):
 
 
 class TextArenaConfig(Config):
-    """`textarena`."""
+    """Options of the environment `textarena`."""
 
     id: str
     """Name of the game."""
@@ -168,7 +168,7 @@ class TextArenaConfig(Config):
 
 
 class McpConfig(Config):
-    """`mcp`."""
+    """Options of the environment `mcp`."""
 
     command: list[str] = Field(default_factory=list)
     """Command of a stdio server, started for each episode and killed at its end."""
@@ -199,7 +199,7 @@ class McpConfig(Config):
 
 
 class OpenEnvConfig(Config):
-    """`openenv`."""
+    """Options of the environment `openenv`."""
 
     url: str | None = None
     """Address of a running server. Each episode is a session."""
@@ -229,7 +229,7 @@ class OpenEnvConfig(Config):
 
 
 class VerifiersConfig(Config):
-    """`verifiers`, an agent."""
+    """Options of the agent `verifiers`."""
 
     env: dict[str, Any]
     """The block `env` of verifiers: `taskset`, `agent` and others. Modules of the working directory are found."""
@@ -250,7 +250,7 @@ class VerifiersConfig(Config):
 
 
 class VerifiersV0Config(Config):
-    """`verifiers_v0`, an agent."""
+    """Options of the agent `verifiers_v0`."""
 
     id: str
     """Module with `load_environment`, installed or of the working directory."""

@@ -24,7 +24,7 @@ MAX_OPPONENT_TURNS = 100
 
 
 class TextArena(Environment):
-    """One game. Its rewards are those of the player at the end; a draw is what the game says, usually 0."""
+    """One game with the rewards of the player at its end. The game defines the reward of a tie, usually 0."""
 
     def __init__(
         self,

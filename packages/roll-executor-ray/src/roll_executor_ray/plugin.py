@@ -15,7 +15,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_executors() -> Iterator[ExecutorProvider]:
-    """The `ray` executor."""
+    """Register the executor `ray`."""
     yield ExecutorProvider(
         name="ray",
         target="roll_executor_ray.executor:RayExecutor",
@@ -40,7 +40,7 @@ def roll_checks() -> Iterator[CheckProvider]:
 
 @hookimpl
 def roll_known_errors() -> Iterator[KnownErrorsProvider]:
-    """Errors of Ray."""
+    """Known errors of Ray, with remedies."""
     yield KnownErrorsProvider(
         name="ray", target="roll_executor_ray.known_errors:KNOWN_ERRORS", summary="Errors of Ray's start"
     )

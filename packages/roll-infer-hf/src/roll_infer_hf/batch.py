@@ -150,7 +150,7 @@ class Batch:
         )
 
     def free(self, sequence: Sequence) -> None:
-        """Free the slot."""
+        """Free the slot of a sequence."""
         if sequence.slot >= 0:
             self._sequences[sequence.slot] = None
             sequence.slot = -1

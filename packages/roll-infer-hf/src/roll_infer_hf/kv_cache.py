@@ -107,7 +107,7 @@ class KVCache:
         self._kv[:, :, target, :, :length] = other._kv[:, :, source, :, :length]
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
-        """Zero these rows."""
+        """Set the keys and values of rows to zero."""
         for row in rows:
             self._kv[:, :, int(row), :, : self._finite_width] = 0
 
@@ -116,7 +116,7 @@ class KVCache:
         self._finite_rows = self._finite_width = 0
 
     def release(self) -> None:
-        """Free the memory."""
+        """Free the memory of the cache."""
         self._buffer = self._buffer.new_empty(0)
         self._finite_rows = self._finite_width = 0
         self._view(0, 0)

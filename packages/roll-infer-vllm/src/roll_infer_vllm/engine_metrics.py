@@ -57,6 +57,6 @@ def stat_logger(metrics: VllmMetrics) -> Any:
             metrics.add_step(scheduler_stats, iteration_stats, engine_idx)
 
         def log_engine_initialized(self) -> None:
-            """Do nothing."""
+            """Log nothing: the run records the metrics."""
 
     return Recorder

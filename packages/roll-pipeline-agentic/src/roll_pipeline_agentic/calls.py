@@ -67,7 +67,7 @@ def seed_of(*parts: int | str) -> int:
 
 
 def digest_of(data: bytes) -> str:
-    """Short digest."""
+    """Hex digest of 12 bytes (BLAKE2b)."""
     return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 

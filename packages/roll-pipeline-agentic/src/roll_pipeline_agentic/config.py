@@ -202,7 +202,7 @@ class CommandConfig(Config):
     directory: str | None = None
     """Working directory. Default: the driver's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables."""
+    """Environment variables in addition to the driver's."""
 
 
 class AgenticConfig(PolicyConfig):
@@ -219,7 +219,7 @@ class AgenticConfig(PolicyConfig):
     }
 
     custom_envs: dict[str, AgenticEnvConfig]
-    """Environments by tag."""
+    """Config of each environment, by tag."""
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
     """Episodes of a step."""
     val_env_manager: ValEnvManagerConfig | None = None
@@ -382,7 +382,7 @@ class StepReinforceOptions(AdvantageOptions):
     """Options (`adv_options`) of `step_reinforce`."""
 
     step_reward_gamma: Fraction = 0.95
-    """Discount per turn."""
+    """Discount factor per turn."""
     method: Literal["identity", "mean", "mean_std"] = "identity"
     """Normalisation of the turns' returns: none, less their mean, or also over their deviation."""
     grouping: Literal["batch", "group", "state"] = "group"
@@ -397,6 +397,6 @@ class GiGPOOptions(AdvantageOptions):
     step_reward_weight: NonNegativeFloat = 1.0
     """Weight of the turn's advantage among turns from the same state."""
     step_reward_gamma: Fraction = 0.95
-    """Discount per turn."""
+    """Discount factor per turn."""
     mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
     """Subtract the mean, or also divide by the standard deviation."""

@@ -15,7 +15,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    """The pipeline."""
+    """Register the pipeline `agentic`."""
     yield PipelineProvider(
         name="agentic",
         target="roll_pipeline_agentic.agentic:AgenticPipeline",

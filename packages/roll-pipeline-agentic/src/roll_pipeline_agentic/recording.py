@@ -178,7 +178,7 @@ class Recorder:
         self.error: BaseException | None = None
         """Error of the run, not of the agent: the engine failed."""
         self.failed = asyncio.Event()
-        """Set with `error`."""
+        """Set together with `error`; wakes the caller of the agent."""
         self.last_reply = ""
         """Text of the last reply."""
         self.conversations: dict[str, list[Message]] = {}

@@ -52,7 +52,7 @@ Harmless: TypeAlias = "tuple[Any, ...] | Mapping[str, Harmless] | None"
 
 
 class Dialect(ABC):
-    """One API."""
+    """API of an endpoint: reads its requests and writes its replies."""
 
     path: ClassVar[str]
     unsupported: ClassVar[Mapping[str, Harmless]]
@@ -87,7 +87,7 @@ class Dialect(ABC):
 
 
 class ChatCompletions(Dialect):
-    """OpenAI's `POST /v1/chat/completions`."""
+    """OpenAI's Chat Completions API, `POST /v1/chat/completions`."""
 
     path = "/v1/chat/completions"
     unsupported: ClassVar[Mapping[str, Harmless]] = {
@@ -136,7 +136,7 @@ class ChatCompletions(Dialect):
 
 
 class Responses(Dialect):
-    """OpenAI's `POST /v1/responses`."""
+    """OpenAI's Responses API, `POST /v1/responses`."""
 
     path = "/v1/responses"
     unsupported: ClassVar[Mapping[str, Harmless]] = {
@@ -218,7 +218,7 @@ class Responses(Dialect):
 
 
 class Messages(Dialect):
-    """Anthropic's `POST /v1/messages`."""
+    """Anthropic's Messages API, `POST /v1/messages`."""
 
     path = "/v1/messages"
     unsupported: ClassVar[Mapping[str, Harmless]] = {
@@ -320,7 +320,7 @@ class ReplyStream(ABC):
                     yield from self._delta(index, kind, new[len(old) :])
 
     def end(self, replies: Sequence[ChatReply]) -> Iterator[Event]:
-        """The remaining events."""
+        """Yield the events after the last `progress`."""
         parts = [
             SettledParts(reply.message.get("reasoning_content", ""), reply.message["content"]) for reply in replies
         ]

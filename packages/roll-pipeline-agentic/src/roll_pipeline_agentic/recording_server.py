@@ -306,7 +306,7 @@ class _Connections:
             self._with_key.add(transport)
 
     def closed(self, transport: asyncio.BaseTransport) -> None:
-        """Forget a connection."""
+        """Remove a closed connection from both lists."""
         self._with_key.discard(transport)
         if timer := self._without_key.pop(transport, None):
             timer.cancel()

@@ -297,7 +297,7 @@ class BuiltInObjective(BuiltIn):
     """What the pipeline provides: `samples` (final latents), `steps` (latents of the window), `advantages`, `score` (a
     differentiable reward), `data` (latents of the data), `pairs`, `teacher` (velocities of another model)."""
     sampler: str = "ode"
-    """Sampler unless configured."""
+    """Sampler if the config names none."""
     average: bool = False
     """True if the objective reads the moving average of the parameters."""
 

@@ -38,7 +38,7 @@ class PromptEncoder:
     """
 
     model: FlowDescription
-    """A pipeline's directory."""
+    """Model whose `directory` has the text encoders."""
     cache: ArrayCache
     device: str = "cpu"
     dtype: str = "bf16"
@@ -217,7 +217,7 @@ class WordEncoder:
     """Number of text tokens; prompts with more words raise `DataError`."""
     seed: int = 0
     guidance: float | None = None
-    """As for `PromptEncoder`."""
+    """Value of the guidance input, as for `PromptEncoder`."""
 
     def encode(self, prompts: Sequence[str], *, negative: bool = False) -> list[Arrays]:
         """Arrays of each prompt."""

@@ -56,7 +56,7 @@ REWARDS = (
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    """Flow models."""
+    """Register the pipelines of flow models."""
     yield PipelineProvider(
         name="reward_flow",
         target="roll_pipeline_diffusion.pipeline:RewardFlowPipeline",

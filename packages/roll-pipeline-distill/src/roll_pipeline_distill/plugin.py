@@ -15,7 +15,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    """The pipeline `distill`."""
+    """Register the pipeline `distill`."""
     yield PipelineProvider(
         name="distill",
         target="roll_pipeline_distill.pipeline:DistillPipeline",

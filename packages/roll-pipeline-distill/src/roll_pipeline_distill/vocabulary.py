@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import ModelArguments
 
 Vocabulary = dict[str, int]
-"""Ids of tokens."""
+"""Id of each token."""
 
 
 def stored_vocabulary(path: str) -> Vocabulary | None:

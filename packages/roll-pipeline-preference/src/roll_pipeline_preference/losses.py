@@ -48,7 +48,7 @@ class Responses:
     ratios_P: Tensor
     """Sum of logprobs under the policy minus the reference; the same as `logps_P` without a reference."""
     lengths_P: Tensor
-    """Number of tokens."""
+    """Number of tokens in the loss."""
 
     @property
     def mean_logps_P(self) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import DataArguments
 
 MAX_MARGIN = 3e38
-"""Margins are float32."""
+"""Largest margin, within the range of float32."""
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 

@@ -159,7 +159,7 @@ class BradleyTerryTerm:
 
     @property
     def want(self) -> WantedOutputs:
-        """Scores, as values."""
+        """The scores of the head, as values of the tokens."""
         return WantedOutputs(values=True)
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:

@@ -95,7 +95,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
 SYS_CAPSET = (126, 91)
 READ_FILE, READ_DIRECTORY = 1 << 2, 1 << 3
-"""Rights of Landlock."""
+"""Rights that Landlock grants."""
 
 
 def main() -> None:

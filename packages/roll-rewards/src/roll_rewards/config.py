@@ -447,7 +447,7 @@ AnyReward = Annotated[Component | CompositeConfig, Field(discriminator="reward")
 
 
 class RewardedTaskConfig(Config):
-    """`rewarded_task`."""
+    """Options of the environment `rewarded_task`."""
 
     reward: SerializeAsAny[AnyReward]
     """A reward of roll-rewards, `math_rule` or `function`, with its keys."""

@@ -49,7 +49,7 @@ class Limits:
     cpu_s: float = 6.0
     """Processor time in seconds; the kernel counts whole ones. The wall-clock limit is three times it."""
     memory_mb: int = 512
-    """Address space."""
+    """Address space of the program in MiB."""
     output_kb: int = 1024
     """Standard output and error together."""
     scratch_mb: int = 16
@@ -67,7 +67,7 @@ class Outcome:
 
     stdout: bytes
     stderr: str
-    """Its end."""
+    """The last part of standard error."""
     status: int
     """Exit code, or minus the number of the signal that killed it."""
     problem: str = ""
@@ -162,7 +162,7 @@ class Sandbox:
             return box.report
 
     def close(self) -> None:
-        """Kill all boxes."""
+        """Kill the processes of all boxes."""
         with self._starting:
             if self._server is not None:
                 self._server.close()

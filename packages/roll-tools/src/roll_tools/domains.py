@@ -25,7 +25,7 @@ class GroupedView:
     rows: list[tuple[str, list[str]]]
     """Name of the metric, and the last value in each column; empty if it was not recorded."""
     charts: str
-    """JSON for `overlay.html.j2`."""
+    """Curves of all runs as JSON, for `overlay.html.j2`."""
 
 
 def by_domain(metrics: Sequence[Mapping[str, float]]) -> GroupedView | None:

@@ -28,7 +28,7 @@ class WandbOptions(RunOptions):
     entity: str | None = None
     """User or team. Default: that of the login."""
     group: str | None = None
-    """Group of runs."""
+    """Group that the service lists the run in."""
     api_key: str | None = None
     """Key of the account, preferably `${oc.env:NAME}`. Default: that of the login or of `WANDB_API_KEY`."""
     mode: Literal["online", "offline"] | None = None
@@ -76,7 +76,7 @@ class SwanlabOptions(RunOptions):
     workspace: str | None = None
     """User or team. Default: that of the login."""
     group: str | None = None
-    """Group of runs."""
+    """Group that the service lists the run in."""
     api_key: str | None = None
     """Key of the account, preferably `${oc.env:NAME}`. Default: that of the login or of `SWANLAB_API_KEY`."""
     mode: Literal["online", "offline"] | None = None

@@ -10,12 +10,12 @@ from roll_core.spec.config import Config, Fraction, PositiveInt
 
 
 class GuessNumberConfig(Config):
-    """`guess_number`."""
+    """Options of the environment `guess_number`."""
 
     low: int = 1
-    """Smallest number."""
+    """Smallest possible secret number."""
     high: int = 100
-    """Largest number."""
+    """Largest possible secret number."""
     step_penalty: float = 0.0
     """Subtracted from the reward of each guess that is wrong."""
 
@@ -27,7 +27,7 @@ class GuessNumberConfig(Config):
 
 
 class NimConfig(Config):
-    """`nim`."""
+    """Options of the environment `nim`."""
 
     low: PositiveInt = 5
     """Smallest number of stones."""
@@ -44,10 +44,10 @@ class NimConfig(Config):
 
 
 class FrozenLakeConfig(Config):
-    """`frozen_lake`."""
+    """Options of the environment `frozen_lake`."""
 
     size: Annotated[int, Field(ge=2, le=32)] = 4
-    """Rows and columns."""
+    """Number of rows, and of columns."""
     holes: Fraction = 0.2
     """Probability that a field is a hole. Every map has a path to the goal."""
     slippery: Fraction = 0.0
@@ -57,14 +57,14 @@ class FrozenLakeConfig(Config):
 
 
 class SokobanConfig(Config):
-    """`sokoban`."""
+    """Options of the environment `sokoban`."""
 
     rows: Annotated[int, Field(ge=5, le=32)] = 6
-    """Rows, walls included."""
+    """Number of rows, walls included."""
     columns: Annotated[int, Field(ge=5, le=32)] = 6
-    """Columns, walls included."""
+    """Number of columns, walls included."""
     boxes: Annotated[int, Field(ge=1, le=8)] = 1
-    """Boxes and targets."""
+    """Number of boxes, and of targets."""
     box_reward: float = 0.0
     """Reward of a push onto a target; its negative for a push away from one. A solved level has 1."""
 

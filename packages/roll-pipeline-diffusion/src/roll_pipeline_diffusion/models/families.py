@@ -356,7 +356,7 @@ class Sana(Family):
 FAMILIES: dict[str, Family] = {
     family.class_name: family for family in (StableDiffusion3(), Flux(), Flux2(), QwenImage(), Wan(), Sana())
 }
-"""Families by `_class_name`."""
+"""Supported families of transformers, by `_class_name`."""
 
 
 def family_of(class_name: object, where: str) -> Family:
@@ -377,7 +377,7 @@ def _pack(latents: Tensor) -> Tensor:
 
 
 def _unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of `_pack`."""
+    """Latents `[B, C, H, W]` of tokens: the inverse of `_pack`."""
     grid = tokens.reshape(len(tokens), height // 2, width // 2, -1, 2, 2)
     return grid.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 

@@ -104,7 +104,7 @@ class DifferentiableReward(ImageReward):
         return rewards
 
     device: str = "cpu"
-    """Device of `load`."""
+    """Device of the arrays and of the loaded models."""
 
     @override
     def load(self, device: str) -> None:

@@ -60,7 +60,7 @@ class FileSource(Source):
 
 
 class MemorySource(Source):
-    """Tensors in memory."""
+    """Source of tensors that are in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
