@@ -146,7 +146,7 @@ class HFInferStrategy(InferStrategy):
     async def stop(self) -> None:
         """Cancel all requests, end the thread and release the model."""
         task, self._task = self._task, None
-        if task is not None:
+        if task is not None:  # before the thread: a step in progress still runs on it
             self._closing = True
             self._wake.set()
             await task

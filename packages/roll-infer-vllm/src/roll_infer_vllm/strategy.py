@@ -216,6 +216,7 @@ class VllmStrategy(InferStrategy):
             await engine.pause_generation(mode="keep", clear_cache=True)
             await weights.load(Incoming(self._who, manifest, iter(tensors)))
             digests = await weights.digests(manifest)
+            # While the engine is paused: a token sampled after this point must get the new version.
             self._version = version
             for outputs in self._outputs.values():
                 for output in outputs:

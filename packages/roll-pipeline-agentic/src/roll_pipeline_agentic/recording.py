@@ -439,7 +439,7 @@ class Recorder:
             if call.begun and not call.delivered:
                 self.incomplete("a connection closed in the middle of a reply, and the request was not repeated")
         recorded = {turn for call in self._calls if call.delivered for turn in call.turns}
-        for index in sorted(recorded, reverse=True):
+        for index in sorted(recorded, reverse=True):  # a copy: parents join the set meanwhile
             parent = self._turns[index].parent
             while parent is not None:
                 recorded.add(parent)
