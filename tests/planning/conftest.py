@@ -26,7 +26,7 @@ MODEL = {
     "max_position_embeddings": 512,
 }  # fmt: skip
 NUM_PARAMETERS = 64_000 + 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160 + 2 * 64 + 2 * 16)
-"""Of it: embedding, last norm; of each layer q and o, k and v, gate, up and down, two norms, norms of heads."""
+"""Embedding and last norm; in each layer q and o, k and v, gate, up and down, two norms, norms of heads."""
 RLVR = f"""\
 pipeline: rlvr
 prompt_length: 24

@@ -53,3 +53,21 @@ def test_variables_with_vague_names_are_counted(tmp_path, language, code, num):
     file = tmp_path / "module.py"
     file.write_text(code, encoding="utf-8")
     assert len(list(language.vague_names(file))) == num
+
+
+@pytest.mark.parametrize(
+    ("code", "num"),
+    [
+        ("def test_partial_responses_resume_after_restart(): ...", 0),
+        ("def helper_of_what_is_drawn(): ...", 0),
+        ("class TestQueue:\n    async def test_what_is_drawn_is_kept(self): ...", 2),
+        (f"def test_{'x' * 55}(): ...", 0),
+        (f"def test_{'x' * 56}(): ...", 1),
+        ("def test_each_row_is_read(): ...", 1),
+        ('"""Tokens that nobody sampled."""', 1),
+    ],
+)
+def test_names_of_tests_use_the_glossary(tmp_path, language, code, num):
+    file = tmp_path / "test_module.py"
+    file.write_text(code, encoding="utf-8")
+    assert len(list(language.names_of_tests(file))) == num

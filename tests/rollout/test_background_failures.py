@@ -45,8 +45,8 @@ TASKS = {
     ("weights/publisher.py", "_transfer"),
     ("workers/infer.py", "submit"),
 }
-"""Functions that start tasks by themselves. Every other task is `background`; of these each is awaited, by the function
-itself or by whoever it is handed to."""
+"""Functions that start tasks by themselves. Every other task is `background`; the function
+itself or its caller awaits each of these."""
 THREADS = {
     ("cluster/concurrency.py", "in_daemon_thread"): "the exception is the result of the one who awaits it",
     ("examination.py", "guarded"): "of `roll-core doctor`: waits with a limit of its own",

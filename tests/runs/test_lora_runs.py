@@ -15,7 +15,7 @@ LORA = {"lora_target": "all-linear", "lora_rank": 4}
 REFERENCE = {"strategy_args": {"strategy_name": "hf_infer"}, "model_args": {"dtype": "fp32"}, "device_mapping": [0]}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 WIDTHS = (32 + 32) + 2 * (32 + 16) + (32 + 32) + 2 * (32 + 64) + (64 + 32)
-"""Of inputs and outputs: q, k, v, o, gate, up, down."""
+"""Sum of the sizes of inputs and outputs: q, k, v, o, gate, up, down."""
 ADAPTER_BYTES = 4 * LORA["lora_rank"] * WIDTHS
 EVERY_STEP = {"logprob_probe": {"every": 1}, "logprob_gap": {"action": "error", "threshold": 1e-4}}
 

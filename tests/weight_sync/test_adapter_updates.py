@@ -25,7 +25,7 @@ ROOM = {
     "layers.0.o_proj.lora_A.weight": (4, 8),
     "layers.0.o_proj.lora_B.weight": (6, 4),
 }
-"""Of an engine with room for rank 4."""
+"""Shapes in an engine whose adapters have rank 4 at most."""
 
 
 def adapter(**changes):

@@ -189,7 +189,7 @@ def test_an_engine_that_does_not_follow_the_trainer_is_stale(before, now, stale,
 
 
 NOISE = np.array([0.01, -0.01, 0.01, -0.01, 0.01])
-"""Of an engine in bf16, drawn anew at each update."""
+"""Differences of an engine in bf16, which are others after each update."""
 
 
 def test_another_expert_of_one_token_is_not_stale():
@@ -202,7 +202,7 @@ def test_another_expert_of_one_token_is_not_stale():
 
 
 @pytest.mark.parametrize(("num_moved", "stale"), [(2, False), (3, True), (4, True)])
-def test_most_sampled_sequences_of_a_stale_engine_move_at_the_trainer_alone(num_moved, stale):
+def test_stale_engine_is_detected_by_most_sampled_sequences(num_moved, stale):
     """Another expert for a token of a prompt moves all later tokens of its sequence, and of no other."""
     ids, start = range(5), np.full(5, -3.0)
     before = compared(start + NOISE, start, ids)
@@ -216,7 +216,7 @@ def test_most_sampled_sequences_of_a_stale_engine_move_at_the_trainer_alone(num_
         check_follows("actor_infer rank 0", 3, *both)
 
 
-def test_each_sampled_sequence_has_a_prompt_of_its_own():
+def test_sampled_sequences_have_distinct_prompts():
     class Listening(Engine):
         async def generate_on_each(self, requests):
             self.prompts = [each.prompt_ids.tolist() for each in requests]

@@ -159,7 +159,7 @@ def test_a_host_without_an_index_is_told_of_uvs_settings(cache: Path, uv: Path) 
         prepare(spec(packages=("far",)), "actor_infer")
 
 
-def test_an_installation_that_was_cut_off_is_made_anew(cache: Path, uv: Path) -> None:
+def test_interrupted_installation_is_repeated(cache: Path, uv: Path) -> None:
     wanted = spec(packages=("acme",))
     folder = cache / packages.digest_of(wanted)
     (folder / "bin").mkdir(parents=True)

@@ -81,7 +81,7 @@ def test_a_step_that_is_read_late_changes_no_result(with_engine, tiny_spec, kind
     assert reasons == {("length", type(None)), ("stop", int), ("stop", str)}
 
 
-def test_rows_that_end_by_length_together_take_no_further_step(with_engine):
+def test_rows_that_end_by_length_together_need_no_extra_step(with_engine):
     async def act(engine):
         engine._core.max_unread = 1
         await engine.generate(request("a", [3], n=3, max_new_tokens=20))

@@ -195,7 +195,7 @@ def test_ignore_eos_continues_past_every_end(with_engine):
     assert (len(free.token_ids), free.finish_reason, free.stop) == (60, "length", None)
 
 
-def test_no_end_token_is_drawn_before_min_new_tokens(with_engine):
+def test_no_end_token_is_sampled_before_min_new_tokens(with_engine):
     ends = tuple(range(1, VOCABULARY, 2))
     found = with_engine(
         together(

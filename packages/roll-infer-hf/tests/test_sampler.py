@@ -1,7 +1,7 @@
-"""Drawing tokens, against distributions worked out with numpy.
+"""Sampled tokens, against distributions worked out with numpy.
 
-With the uniforms (i + 1/2) / N the inverse of a distribution function hits each token N × p times, up to one: so what
-is drawn shows the whole distribution without any randomness.
+With the uniforms (i + 1/2) / N the inverse of a distribution function hits each token N × p times, up to one. The
+sampled tokens then show the whole distribution without any randomness.
 """
 
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ def test_penalty_divides_positive_and_multiplies_negative_logits():
     assert np.abs(np.bincount(tokens, minlength=4) / len(tokens) - expected).max() < 1.5 / len(tokens)
 
 
-def test_banned_tokens_are_never_drawn():
+def test_banned_tokens_are_never_sampled():
     logits = np.array([[9.0, 0.0, 0.0]], dtype=np.float32)
     drawn = {
         int(draw_rows(logits, [SamplingParams(temperature=t)], [u], banned=[(0, 0)]).tokens_N[0])

@@ -96,7 +96,7 @@ class TestEngine(LoadedEngineTests):
         # With the second batch at the latest. On a busy host the others may end before it is even submitted.
         assert any(live.place_of_the_urgent(3 * rows) < 2 * rows for _ in range(3))
 
-    def test_only_the_worker_changes_weights_and_requests_and_learns_the_arguments(self, live):
+    def test_only_the_worker_may_call_control_endpoints(self, live):
         """Among which its key is."""
         changing = ("update_weights_from_tensor", "load_lora_adapter_from_tensors", "abort_request", "pause_generation")
         telling = ("server_info", "get_server_info", "openapi.json")
@@ -144,7 +144,7 @@ class TestEngine(LoadedEngineTests):
         assert [each["id"] for each in models["data"]] == ["actor_infer"]
         assert len(generated["output_ids"]) == 4
 
-    def test_what_others_have_running_ends_at_a_publish_with_what_it_has(self, live):
+    def test_foreign_requests_end_at_a_publish_with_partial_output(self, live):
         """What this engine is asked by its worker goes on: SGLang drops its cache only when nothing runs."""
         server = live.strategy._server
 
@@ -187,7 +187,7 @@ class TestEngine(LoadedEngineTests):
 
         assert live.run(cancel()) <= 1
 
-    def test_requests_behind_a_pause_go_on_after_it_unless_they_are_cancelled(self, live):
+    def test_requests_resume_after_a_pause_unless_cancelled(self, live):
         """SGLang would forget the abort of one that waits for the end of a pause."""
         live.publish()
 
@@ -208,14 +208,14 @@ class TestEngine(LoadedEngineTests):
         assert output.versions.tolist() == [live.version] * 20
         assert beside <= 1
 
-    def test_a_connection_that_the_server_has_given_up_is_not_asked_over(self, live):
+    def test_closed_server_connection_is_not_reused(self, live):
         """SGLang closes what idles for 5 s; a loop that has not turned since then does not know."""
         live.run(live.strategy._server.request("/pause_generation", {"mode": "abort"}))
         time.sleep(6)
         live._runner.run(live.strategy._server.request("/continue_generation", {}))
         assert len(live.generate("after", [5, 6, 7], max_new_tokens=3).outputs[0].token_ids) == 3
 
-    def test_what_a_killed_engine_was_drawing_goes_on_elsewhere_and_nothing_is_left_of_it(self, live):
+    def test_responses_of_a_killed_engine_resume_elsewhere(self, live):
         live.publish()
         dying = strategy()
         processes = []

@@ -46,7 +46,7 @@ def test_a_cpus_cache_is_bounded_unless_the_user_says_how():
     assert told(max_total_tokens=4096)["max_total_tokens"] == 4096
 
 
-def test_the_context_is_the_models_unless_it_is_to_be_shorter():
+def test_context_length_is_that_of_the_model_unless_shortened():
     assert told()["context_length"] == 256 + SPARE_TOKENS
     assert told(context_length=100)["context_length"] == 100 + SPARE_TOKENS
     with raises_error(ModelError, "context_length", "257", "256"):

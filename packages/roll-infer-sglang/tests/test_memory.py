@@ -56,12 +56,12 @@ def test_weights_and_cache(keys, more, weights, cache):
         ({"sleep_level": 0}, False, set()),
     ],
 )
-def test_what_it_gives_back_asleep(keys, on_host, gone):
+def test_sglang_sleep_releases_memory(keys, on_host, gone):
     assert {use.what for use in asked(keys, on_host=on_host).uses if use.offloads} == gone
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_each_lever_takes_less_than_the_one_before(on_host):
+def test_every_saving_reduces_the_kv_cache_further(on_host):
     savings = asked({}, on_host=on_host).savings
     caches = [by_what(asked(dict(saving.keys), on_host=on_host))["kv cache"] for saving in savings]
     assert caches == sorted(caches, reverse=True)

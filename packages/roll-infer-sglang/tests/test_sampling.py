@@ -70,7 +70,7 @@ def test_only_the_rest_is_asked_for_after_an_interruption():
     assert "custom_params" not in sampling_params(request(max_new_tokens=10, min_new_tokens=6), 0, 6, (1,))
 
 
-def test_seeds_are_only_for_what_is_drawn():
+def test_seeds_are_sent_only_for_sampled_requests():
     assert SEED in sampling_params(request(seed=3), 0, 0, ())["custom_params"]
     assert "custom_params" not in sampling_params(request(seed=3, temperature=0.0), 0, 0, ())
 

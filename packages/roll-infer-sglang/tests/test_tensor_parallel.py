@@ -21,7 +21,7 @@ pytestmark = [
 
 
 GREEDY, SEEDED, FREE = {"temperature": 0.0}, {"seed": 3}, {}
-"""The last is drawn from the engine's own stream, of which each process has one."""
+"""`FREE` samples from the engine's own random stream, of which each process has one."""
 
 
 def drawn(num_slots, spec):

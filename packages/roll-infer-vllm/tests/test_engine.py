@@ -64,7 +64,7 @@ class TestEngine(LoadedEngineTests):
         assert 0.5 < found["running/mean"] <= found["running/max"] == 1  # of the last step vLLM says that nothing runs
         assert 0 < found["kv_cache_usage/mean"] <= found["kv_cache_usage/max"] < 1
 
-    def test_an_engine_of_one_slot_is_one_process_that_watches_the_worker(self, live):
+    def test_engine_of_one_slot_is_one_process_with_a_watchdog(self, live):
         """vLLM itself would start another one for its worker on a CPU. See `test_watchdog` for how it exits."""
         titles = {each.pid: " ".join(each.cmdline()).strip() for each in psutil.Process().children(recursive=True)}
         (engine,) = [pid for pid, title in titles.items() if title.startswith("VLLM::")]
@@ -112,7 +112,7 @@ class TestEngine(LoadedEngineTests):
         manifest, receipt = live.publish()
         assert receipt.digests == digests(manifest)
 
-    def test_a_request_that_is_aborted_before_its_prompt_was_computed_has_no_prompt_logprobs(self, live):
+    def test_request_aborted_before_prefill_has_no_prompt_logprobs(self, live):
         async def aborted():
             engine = live.strategy._engine
             await engine.pause_generation(mode="keep", clear_cache=False)
@@ -150,7 +150,7 @@ class TestEngine(LoadedEngineTests):
         right = live.logprobs([*prompt, *tokens], len(prompt), temperature=0.5)
         np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], right, atol=1e-4)
 
-    def test_requests_to_the_endpoint_wait_while_the_engine_sleeps_and_what_runs_ends_there(self, live):
+    def test_endpoint_requests_wait_for_wake_and_running_ones_end(self, live):
         live.publish()
         body = {"model": "actor_infer", "prompt": [5, 6], "max_tokens": 4, "return_token_ids": True, "ignore_eos": True}
 
@@ -170,7 +170,7 @@ class TestEngine(LoadedEngineTests):
         assert 0 < len(ended["choices"][0]["token_ids"]) < 250
         assert len(answer["choices"][0]["token_ids"]) == 4
 
-    def test_a_request_to_the_endpoint_goes_on_through_a_publish(self, live):
+    def test_endpoint_request_continues_through_a_publish(self, live):
         body = {
             "model": "actor_infer",
             "prompt": [5, 6],
@@ -196,7 +196,7 @@ class TestEngine(LoadedEngineTests):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def test_an_engine_that_dies_while_weights_are_replaced_says_so_and_its_requests_go_on_elsewhere(self, live):
+    def test_engine_killed_in_a_publish_raises_and_requests_move(self, live):
         live.publish()
         settings = VllmConfig.model_validate(CACHE)
         dying = strategy(settings)
@@ -306,7 +306,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow  # `test_an_engine_of_one_slot_is_one_process_that_watches_the_worker`, and `test_watchdog`
+@pytest.mark.slow  # `test_engine_of_one_slot_is_one_process_with_a_watchdog`, and `test_watchdog`
 def test_a_worker_that_is_killed_leaves_no_engine_behind(tmp_path):
     program = tmp_path / "owner.py"
     program.write_text(OWNER, encoding="utf-8")

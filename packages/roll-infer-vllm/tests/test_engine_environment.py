@@ -32,7 +32,7 @@ def test_user_variables_are_preserved():
     assert not variables("cpu", dict.fromkeys(wanted, "mine"), num_threads=0)
 
 
-def test_an_engine_that_shall_compile_may():
+def test_engine_may_compile_if_configured():
     assert variables("cpu")["TORCH_COMPILE_DISABLE"] == "1"
     assert "TORCH_COMPILE_DISABLE" not in variables("cpu", compiles=True)
 

@@ -23,7 +23,7 @@ class TestQuickStart(QuickStartTests):
 
     @pytest.mark.ray
     @pytest.mark.parametrize("where", ["one process", pytest.param("apart and asynchronous", marks=pytest.mark.slow)])
-    def test_it_runs_in_fp8(self, pretrained, tmp_path, where):
+    def test_short_run_works_in_fp8(self, pretrained, tmp_path, where):
         """Within the bounds of the guards, which would end it, and with importance weights that nobody asked for."""
         left = self.grpo(pretrained, tmp_path, *PLACES[where], *self.fp8, *STRICT)
         steps = left.metrics
@@ -35,7 +35,7 @@ class TestQuickStart(QuickStartTests):
 
     @pytest.mark.slow
     @pytest.mark.timeout(2 * FULL_RUN_S)
-    def test_it_learns_in_fp8(self, taught, tmp_path):
+    def test_training_reaches_the_accuracy_in_fp8(self, taught, tmp_path):
         """The quick start in full."""
         left = self.whole(taught, tmp_path, *self.fp8, *STRICT)
         assert left.accuracies[0] < TAUGHT

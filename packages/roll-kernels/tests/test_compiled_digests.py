@@ -41,7 +41,7 @@ def leaves_by_xxhash(values):
 )
 @example(size=CHUNK_BYTES - 1, chunks=1, offsets=(1, 2), seed=0)
 @example(size=0, chunks=2, offsets=(0, 0), seed=0)
-def test_a_copy_of_any_size_from_anywhere_to_anywhere_has_the_hashes_of_xxhash(size, chunks, offsets, seed):
+def test_copies_of_any_size_and_offset_have_xxhash_digests(size, chunks, offsets, seed):
     size += chunks * CHUNK_BYTES
     values = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     room = np.full(size + 2 * GUARD, 7, dtype=np.uint8)

@@ -118,7 +118,7 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(kernels):
     assert found.isfinite().all(dim=1).tolist() == [True, False, True]
 
 
-def test_what_cuda_refuses_is_an_error(kernels):
+def test_cuda_error_is_raised(kernels):
     _, gpu = kernels(torch.float32, heads=1, kv_heads=1, size=1024)
     keys = torch.zeros(1, 1, 1, 1024)
     gpu.begin(keys, torch.zeros(1, dtype=torch.int64))

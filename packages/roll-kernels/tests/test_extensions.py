@@ -1,4 +1,4 @@
-"""Sources compiled on first use: once, by whoever comes first, and with readable failures."""
+"""Sources compiled on first use: once, by the first process, and with readable failures."""
 
 import ctypes
 import os
@@ -72,7 +72,7 @@ def test_a_library_is_compiled_once_for_each_content_and_flag(source, monkeypatc
 
 
 @pytest.mark.slow(ci=True)
-def test_what_the_compiler_says_is_told(source):
+def test_compiler_error_is_reported(source):
     source.write_text('extern "C" int answer() { return no_such_thing; }\n')
     with raises_error(ExtensionError, "no_such_thing"):
         extension(source).library()
@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_written_is_named(source, monkeypatch, tmp_path)
 
 
 @pytest.mark.usefixtures("pretended")
-def test_a_build_that_was_killed_keeps_nobody_waiting(source):
+def test_killed_build_releases_its_lock(source):
     made = extension(source)
     lock = f"{extensions.cache_folder()}/answer-{made.key()}.lock"
     os.makedirs(extensions.cache_folder())
@@ -105,7 +105,7 @@ def test_a_build_that_was_killed_keeps_nobody_waiting(source):
     assert made.library().is_file()
 
 
-def test_one_that_waits_too_long_for_another_says_so(source, monkeypatch):
+def test_timeout_of_a_concurrent_build_is_an_error(source, monkeypatch):
     made = extension(source)
     os.makedirs(extensions.cache_folder())
     monkeypatch.setattr(extensions, "BUILD_TIMEOUT_S", 0.1)
@@ -115,7 +115,7 @@ def test_one_that_waits_too_long_for_another_says_so(source, monkeypatch):
 
 
 @pytest.mark.slow(ci=True)
-def test_two_at_once_compile_once(source):
+def test_concurrent_builds_compile_once(source):
     both = [subprocess.Popen([sys.executable, "-c", BUILDER, str(source)], stdout=subprocess.PIPE) for _ in range(2)]
     first, second = (each.communicate()[0] for each in both)
     assert first == second
@@ -136,7 +136,7 @@ def test_a_library_that_came_with_the_package_is_taken(source, monkeypatch):
 
 @pytest.mark.parametrize("changed", ["source", "flags", "torch"])
 @pytest.mark.usefixtures("pretended")
-def test_what_came_for_something_else_is_left_aside(source, changed, monkeypatch):
+def test_shipped_library_of_another_build_is_ignored(source, changed, monkeypatch):
     made = extension(source)
     shipped = made.build_ahead(made.ahead_folder())
     if changed == "source":
@@ -199,7 +199,7 @@ def test_gpus_older_than_pascal_are_refused(gpus):
         extensions.cuda_architectures("fast")
 
 
-def test_what_is_compiled_for_other_gpus_is_another_library(gpus, source):
+def test_library_key_depends_on_the_gpus(gpus, source):
     kernel = source.with_suffix(".cu")
     kernel.write_text(GOOD)
     made = Extension(name="answer", sources=(kernel,))

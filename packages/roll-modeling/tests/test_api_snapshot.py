@@ -1,4 +1,4 @@
-"""The API of the shared packages, literally: `api.txt` has every name that packages of ours import, with its signature.
+"""The API of the shared packages, literally: `api.txt` has every name that our packages import, with its signature.
 
 A line that changes or goes is a change for published plugins: it needs a minor release (RELEASING.md).
 `ROLL_UPDATE_GOLDEN=1` writes the file.
@@ -68,7 +68,7 @@ def _is_plain(default: object) -> bool:
     return default is inspect.Parameter.empty or default is None or isinstance(default, (bool, int, float, str, tuple))
 
 
-def test_the_names_that_other_packages_import_keep_their_signatures():
+def test_names_imported_by_other_packages_keep_their_signatures():
     found = "".join(f"{line}\n" for module, name in sorted(imported()) for line in described(module, name))
     if os.environ.get("ROLL_UPDATE_GOLDEN"):
         SNAPSHOT.write_text(found, encoding="utf-8")

@@ -164,7 +164,7 @@ def test_environment_uses_packages_of_its_interpreter(python: str, monkeypatch: 
     assert results(host(python), 3) == [("another yaml none 0", 1.0)] * 3
 
 
-def test_an_environment_needs_nothing_of_ours(python: str) -> None:
+def test_environment_needs_no_roll_package(python: str) -> None:
     assert results(host(python, "Plain")) == [("7", 5.0)]
     (failure,) = results(host(python, "WrongKey"))
     assert isinstance(failure, EnvironmentFailure)

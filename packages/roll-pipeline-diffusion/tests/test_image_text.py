@@ -1,4 +1,4 @@
-"""The reward `image_text` with its default reader, on drawn words."""
+"""The reward `image_text` with its default reader, on rendered words."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from roll_pipeline_diffusion.samplers import SamplerStep, Transition, cps, dance
 from roll_pipeline_diffusion.schedules import DynamicShift, SigmaSchedule
 
 MEAN, STD = 0.5, 0.3
-"""Of the data."""
+"""Mean and standard deviation of the data."""
 
 
 def step(sigma, sigma_next, second=0.9):

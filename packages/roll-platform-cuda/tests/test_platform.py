@@ -169,7 +169,7 @@ def test_memory_is_the_drivers_count(host: Host) -> None:
     assert CudaPlatform().memory(1) == {"total": 80 * GIB, "used": GIB}
 
 
-def test_memory_that_nobody_counts_is_an_error_and_no_zero(host: Host) -> None:
+def test_missing_memory_counter_is_an_error_and_not_zero(host: Host) -> None:
     host("GB10")
     assert CudaPlatform().probe().found
     with raises_error(UnsupportedError, "NVIDIA", "GB10"):

@@ -154,7 +154,7 @@ def test_memory_is_the_kernels_count(host: Host) -> None:
     assert RocmPlatform().memory(1) == {"total": 101 * GIB, "used": GIB}
 
 
-def test_memory_that_nobody_counts_is_an_error_and_no_zero(host: Host, tmp_path: Path) -> None:
+def test_missing_memory_counter_is_an_error_and_not_zero(host: Host, tmp_path: Path) -> None:
     host(MI300X)
     (tmp_path / "class" / "drm" / "renderD128" / "device" / "mem_info_vram_total").unlink()
     assert RocmPlatform().probe().found

@@ -1,4 +1,4 @@
-"""Of the processes in which ranks are tested: what they import once for all, and their environment."""
+"""Modules that the processes of tested ranks import once, and their environment."""
 
 from __future__ import annotations
 

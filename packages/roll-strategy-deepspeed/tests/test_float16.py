@@ -107,7 +107,7 @@ def test_a_gradient_that_no_scale_mends_is_no_overflow(half, ranks_in_float16, k
 
 
 @STAGES
-def test_a_saved_state_goes_on_with_the_scale_that_was_found(half, ranks_in_float16, stage, tmp_path):
+def test_saved_state_resumes_with_its_loss_scale(half, ranks_in_float16, stage, tmp_path):
     case = half(stage, initial_scale_power=22, hysteresis=2)
     straight = ranks_in_float16(step_and_tell, case, [STEP] * 24, str(tmp_path), 6)[0]
     assert any(each.stats.skipped for each in straight[:6])

@@ -1,4 +1,4 @@
-"""Adapters where ZeRO spreads them and the model beneath."""
+"""Adapters where ZeRO shards them and their base model."""
 
 from __future__ import annotations
 

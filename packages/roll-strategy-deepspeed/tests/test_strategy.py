@@ -138,7 +138,7 @@ def test_ranks_with_different_experts_train_as_one_rank(ranks, case, keys, tmp_p
 
 @pytest.mark.parametrize("keys", [{"stage": 0}, {"stage": 1}, OFFLOADED["zero2"], {"stage": 3}], ids=str)
 @pytest.mark.parametrize("lora", [None, LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)], ids=["whole", "lora"])
-def test_a_state_of_stage_3_goes_on_at_every_stage(ranks, case, keys, lora):
+def test_stage_3_state_resumes_at_every_stage(ranks, case, keys, lora):
     case = case.with_(model=replace(case.model, lora=lora), strategy_config=zero(3))
     to = case.with_(strategy_config={"zero_optimization": keys})
     first, second = ranks(hand_over, case, to, *TWICE)[0]

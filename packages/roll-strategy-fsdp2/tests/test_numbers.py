@@ -274,7 +274,7 @@ def test_training_equals_hf_train(ranks, name):
         assert found["learning_rate"] == stats["learning_rate"]
 
 
-def test_the_model_beneath_adapters_stays_as_it_was(ranks):
+def test_base_model_of_adapters_is_unchanged(ranks):
     for each in ranks(train, JOBS["adapters"], 2):
         assert furthest(each["base"], each["scored_before"]) == 0
         assert furthest(each["scored"], each["scored_before"]) > 1e-2

@@ -1,4 +1,4 @@
-"""Every architecture of the bridge is read, computes, learns, is exported and goes on as transformers has it."""
+"""Every architecture of the bridge loads, computes, trains, exports and resumes as in transformers."""
 
 from __future__ import annotations
 

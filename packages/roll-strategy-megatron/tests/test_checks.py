@@ -61,6 +61,6 @@ def test_missing_packages_are_errors_only_if_requested(tmp_path, monkeypatch, ve
     assert said(tmp_path, "{transformer_impl: local}")["transformer-engine"].level == "note"
 
 
-def test_nothing_is_said_where_nobody_is_on_megatron(tmp_path, monkeypatch):
+def test_no_warning_without_a_megatron_role(tmp_path, monkeypatch):
     installed(monkeypatch)
     assert not said(tmp_path, name="hf_train")

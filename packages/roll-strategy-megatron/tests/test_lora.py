@@ -186,7 +186,7 @@ def test_peft_loads_what_is_exported_and_computes_the_same(host, tmp_path):
     assert float((found - start).abs().max()) > 1e-2
 
 
-def test_another_arrangement_goes_on_and_another_base_is_refused(host, tmp_path):
+def test_adapters_resume_on_other_ranks_but_not_on_another_base(host, tmp_path):
     model = write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=61)
     folder = str(tmp_path / "state")
     expected, weights = host.run(save_after, case_of(model, SOME, SP, 2), steps(2), folder, num_ranks=2, timeout_s=100)[

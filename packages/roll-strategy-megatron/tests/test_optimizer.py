@@ -141,7 +141,7 @@ def test_moments_of_tensors_in_float32_stay(host, tmp_path, lora):
 @pytest.mark.parametrize(
     ("saved_by", "read_by"), [pytest.param(HALF, {}, id="to the device"), pytest.param({}, HALF, id="to the host")]
 )
-def test_a_state_goes_on_on_the_other_side(host, tmp_path, saved_by, read_by):
+def test_state_resumes_with_other_optimizer_offload(host, tmp_path, saved_by, read_by):
     case = case_of(tmp_path / "model", QWEN3, 2, PP | saved_by, dtype="bf16")
     folder = str(tmp_path / "state")
     expected, weights = host.run(save_after, case, steps(3), folder, num_ranks=2, timeout_s=150)[0]

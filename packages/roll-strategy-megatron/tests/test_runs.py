@@ -1,4 +1,4 @@
-"""`roll-core run` with roles on Megatron ranks that share a model: it learns, publishes, saves and goes on."""
+"""`roll-core run` with roles on Megatron ranks that share a model: it trains, publishes, saves and resumes."""
 
 from __future__ import annotations
 

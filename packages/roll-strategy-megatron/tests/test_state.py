@@ -1,5 +1,4 @@
-"""A state that one arrangement of ranks has saved is read by any other, as far as float32 rounds alike; what is moved
-to the host is gone from where it was."""
+"""A state saved by one arrangement of ranks loads in any other, up to float32 rounding; offloads free device memory."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def steps(number):
         pytest.param(QWEN3, (2, PP | LATER), (4, TP), id="pipeline to tensor and data", marks=pytest.mark.slow),
     ],
 )
-def test_another_arrangement_goes_on(host, tmp_path, architecture, saved_by, read_by):
+def test_state_resumes_on_another_arrangement_of_ranks(host, tmp_path, architecture, saved_by, read_by):
     model = write_checkpoint(tmp_path / "model", architecture, task="causal_lm", vocab_size=61)
     case = case_of(model, *saved_by)
     folder = str(tmp_path / "state")
@@ -102,7 +101,7 @@ def test_stored_buffers_are_part_of_the_portable_state(host, tmp_path):
     check_stored_buffers(run, case_of(None, 2, PP), tmp_path)
 
 
-def test_an_optimizer_that_counts_steps_by_group_goes_on(host, tmp_path):
+def test_optimizer_with_step_counts_by_group_resumes(host, tmp_path):
     model = write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=61)
     case, folder, every = case_of(model, 1, {}), str(tmp_path / "state"), steps(4)
     (plain,) = host.run(save_after, case, every, str(tmp_path / "plain"), timeout_s=100)

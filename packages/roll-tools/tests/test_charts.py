@@ -116,7 +116,7 @@ finite_or_not = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 
 @given(st.lists(finite_or_not, max_size=60), st.lists(finite_or_not, max_size=60), st.lists(finite_or_not, max_size=60))
-def test_any_series_is_drawn_within_its_frame(mean: list[float], low: list[float], high: list[float]) -> None:
+def test_any_series_is_plotted_within_its_frame(mean: list[float], low: list[float], high: list[float]) -> None:
     points, lows, highs = (list(enumerate(values)) for values in (mean, low, high))
     chart = line_chart(Series(name="x", points=points, low=lows, high=highs))
     if not mean:

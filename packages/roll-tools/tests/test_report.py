@@ -220,7 +220,7 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     assert mentions(page.text, "RuntimeError")
 
 
-def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path) -> None:
+def test_running_run_has_a_report(tmp_path: Path) -> None:
     run = make_run(tmp_path, ends=False)
     page = page_of(run)
     assert "grpo/001 running" in page.text
@@ -228,7 +228,7 @@ def test_a_run_that_goes_on_can_be_looked_at(tmp_path: Path) -> None:
     assert "rollout 1 min 03 s 96.8 %" in page.text  # 21 steps of 3 s and 0.1 s
 
 
-def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+def test_run_without_its_process_was_killed(tmp_path: Path) -> None:
     run = make_run(tmp_path, ends=False)
     record = json.loads(run.record.read_text())
     ended = subprocess.Popen([sys.executable, "-c", ""])

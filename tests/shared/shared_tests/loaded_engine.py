@@ -51,7 +51,7 @@ class LoadedEngineTests:
         assert {f"model.layers.0.self_attn.{each}_proj.bias" for each in "qkv"} <= names
         assert "model.layers.1.mlp.gate_proj.weight" in names
 
-    def test_a_manifest_of_another_model_is_refused_and_changes_nothing(self, live: Live) -> None:
+    def test_manifest_of_another_model_is_refused_without_change(self, live: Live) -> None:
         """An unknown, missing or misshapen tensor must be refused by an error that names it.
 
         An old version must be refused, too. A refused publish must change nothing.

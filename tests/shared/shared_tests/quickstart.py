@@ -133,7 +133,7 @@ class QuickStartTests:
     @pytest.mark.ray
     @pytest.mark.slow
     @pytest.mark.parametrize("where", PLACES)
-    def test_it_runs(self, pretrained: Path, tmp_path: Path, where: str) -> None:
+    def test_short_run_works(self, pretrained: Path, tmp_path: Path, where: str) -> None:
         """Engine and trainer logprobs of the same weights must agree, for every placement of the roles.
 
         Slow, because other runs show it: the run with a killed replica runs apart and asynchronously, that of agents in

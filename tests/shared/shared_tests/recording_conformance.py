@@ -363,7 +363,7 @@ class RecordingConformance:
         (turn,) = rollout.turns
         assert turn.context_ids.tolist() == policy.calls[-1].prompt_ids.tolist()
 
-    def test_a_disconnected_client_gets_the_reply_when_it_repeats_the_request(self) -> None:
+    def test_disconnected_client_gets_the_reply_on_retry(self) -> None:
         """A client disconnects before the reply and sends its request again: one turn."""
 
         async def play(policy: ScriptedPolicy, recorded: RecordedRollout) -> Rollout:

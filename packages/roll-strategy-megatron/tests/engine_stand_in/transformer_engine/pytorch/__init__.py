@@ -1,4 +1,4 @@
-"""Modules."""
+"""Stand-ins for the modules of Transformer Engine."""
 
 from transformer_engine.pytorch import distributed, fp8, ops
 from transformer_engine.pytorch.attention import DotProductAttention

@@ -1,4 +1,4 @@
-"""Off."""
+"""Stand-in for the state of fp8, which is disabled."""
 
 import contextlib
 

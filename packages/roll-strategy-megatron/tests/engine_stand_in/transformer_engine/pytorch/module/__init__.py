@@ -1,1 +1,1 @@
-"""Layers."""
+"""Stand-ins for the layers of Transformer Engine."""
