@@ -1,7 +1,8 @@
 """Checks the language of docs, messages, docstrings and names; part of `./run lint`. Words and rules: CONTRIBUTING.md.
 
 Checks all pages, and in all packages the messages of errors and logs, the docstrings of modules, classes, functions and
-fields, and the names of variables. `python tools/language.py PATH...` checks others.
+fields, and the names of variables; in tests, the names of tests and the docstrings of modules.
+`python tools/language.py PATH...` checks others.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ WORDS = re.compile(
 """What the glossary replaces by the field's terms: sampled, request, reward, killed, heartbeat, fp8, argmax …"""
 FRAGMENT = re.compile(r"Whether\b|So (many|much|long)\b|Of [^,:.]*[:.]|(?!`)\S+$")
 """Beginning of a docstring that does not stand alone in a tooltip, or its only word. `True if …` replaces `Whether`."""
+MAX_TEST_NAME = 60
+ODD_TEST_NAME = re.compile(r"test_(who|what|whoever|one|two|it|each|those|nobody|all)_")
+"""Beginning of a test's name that does not name what the test is about."""
 LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
 VAGUE_NAMES = {"each", "found", "given", "wanted", "kept", "whole", "own", "at"}
 """Names of variables that do not say what they hold."""
@@ -80,8 +84,9 @@ def main(arguments: list[str]) -> int:
     files = [file for path in sorted(named) for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     problems = [line for file in files for line in (page(file) if file.suffix == ".md" else source(file))]
     if not arguments:
-        tests = [*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("packages/*/tests/*.py")]
-        prose = [line for file in sorted(tests) for line in prose_in(file)]
+        tests = sorted([*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("packages/*/tests/**/*.py")])
+        problems += [line for file in tests for line in names_of_tests(file)]
+        prose = [line for file in tests for line in prose_in(file)]
         problems += prose if len(prose) > MAX_PROSE_IN_TESTS else []
         for package in sorted((REPOSITORY / "packages").iterdir()):
             vague = [line for file in sorted(package.glob("src/**/*.py")) for line in vague_names(file)]
@@ -112,11 +117,7 @@ def page(file: Path) -> Iterator[str]:
 def source(file: Path) -> Iterator[str]:
     """The same for docstrings, and messages of errors and logs, in a module."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        for line, text in docstrings(node):
-            for word in WORDS.findall(re.sub(r"`[^`]*`", "", text)):
-                yield f"{file}:{line}: {word!r} is not a word of the glossary"
-            if FRAGMENT.match(text):
-                yield f"{file}:{line}: the docstring does not stand alone: {text.splitlines()[0]!r}"
+        yield from docstring_problems(file, node)
         called = node.exc if isinstance(node, ast.Raise) else node
         if not isinstance(called, ast.Call):
             continue
@@ -128,6 +129,15 @@ def source(file: Path) -> Iterator[str]:
             yield f"{file}:{called.lineno}: {word!r} is not a word of the glossary"
 
 
+def docstring_problems(file: Path, node: ast.AST) -> Iterator[str]:
+    """What is wrong in the docstrings of a module, class or function, as `file:line: reason`."""
+    for line, text in docstrings(node):
+        for word in WORDS.findall(re.sub(r"`[^`]*`", "", text)):
+            yield f"{file}:{line}: {word!r} is not a word of the glossary"
+        if FRAGMENT.match(text):
+            yield f"{file}:{line}: the docstring does not stand alone: {text.splitlines()[0]!r}"
+
+
 def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of the docstring of a module, class or function, and of those of its fields and constants."""
     body = getattr(node, "body", None)
@@ -135,6 +145,22 @@ def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
         value = statement.value if isinstance(statement, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             yield statement.lineno, value.value
+
+
+def names_of_tests(file: Path) -> Iterator[str]:
+    """What is wrong in the names of tests and in the module docstring of a file of tests, as `file:line: reason`."""
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    yield from docstring_problems(file, module)
+    for node in ast.walk(module):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
+            continue
+        where = f"{file}:{node.lineno}: {node.name}"
+        if len(node.name) > MAX_TEST_NAME:
+            yield f"{where} has {len(node.name)} characters, at most {MAX_TEST_NAME}"
+        if ODD_TEST_NAME.match(node.name):
+            yield f"{where} does not begin with what the test is about"
+        for word in WORDS.findall(node.name.replace("_", " ")):
+            yield f"{where}: {word!r} is not a word of the glossary"
 
 
 def vague_names(file: Path) -> Iterator[str]:
