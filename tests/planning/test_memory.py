@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from roll_core.spec.providers import TrainProvider
 from roll_modeling.memory import MODEL_CODE_BYTES
 from roll_tools.run_plan import CONTEXT_BYTES, PROCESS_BYTES
 from roll_weight_transports import device_memory
@@ -299,3 +300,17 @@ def test_offloaded_activations_are_on_the_host(planned):
         for each in (held, offloaded)
     ]
     assert on_device[0] - on_device[1] == inputs
+
+
+def test_strategy_without_an_estimate_counts_its_parameters(planned, registry, num_parameters, monkeypatch):
+    find = registry.find
+
+    def without_memory(kind, name):
+        provider = find(kind, name)
+        return replace(provider, memory="") if (kind, name) == (TrainProvider, "hf_train") else provider
+
+    monkeypatch.setattr(registry, "find", without_memory)
+    plan = planned("actor_train.model_args.dtype=bf16")
+    trainer = role(plan, "actor_train")
+    assert trainer.num_bytes("step", "device") == (2 + 4 + 12) * num_parameters
+    assert not trainer.unknown

@@ -21,7 +21,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.placement import slots_of
 from roll_core.runtime.workers.build import model_spec, offloads, provider_of
 from roll_core.spec.config import EngineRewardConfig
-from roll_core.spec.plan import DTYPE_BYTES, ComparedModel, MemoryInput, MemoryItem
+from roll_core.spec.plan import DTYPE_BYTES, ComparedModel, MemoryEstimate, MemoryInput, MemoryItem
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.transport import WeightSizes
 from roll_tools.sizes import model_size
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import LoraSpec, ModelSize, ModelSpec
     from roll_core.spec.module_program import ModelLibrary
     from roll_core.spec.pipeline import RoleSpec
-    from roll_core.spec.plan import Activity, MemoryEstimate, MemorySaving
+    from roll_core.spec.plan import Activity, MemorySaving
     from roll_core.spec.providers import InferProvider, TrainProvider
     from roll_tools.placement import Placement
 
@@ -102,11 +102,9 @@ def _role_memory(
     memory = RoleMemory(
         role=role.name, kind=role.kind, strategy=provider.name, workers=len(placement.places[role.name])
     )
-    if not provider.memory:
-        return replace(memory, unknown=f"{owner} has no memory formula (its provider's field `memory` is empty)")
     try:
         question = _question(role, worker, config, registry, placement, provider, slot_bytes)
-        formula = load_target(provider.memory, owner=owner)
+        formula = load_target(provider.memory, owner=owner) if provider.memory else _by_parameters
         try:
             estimate: MemoryEstimate = formula(question)
         except Exception as error:  # an error in a plugin's formula must end neither a plan nor a run
@@ -122,6 +120,24 @@ def _role_memory(
         # An engine to which no role publishes could not load its weights again.
         offloads=offloads(role, config, registry, placement.platform)
         and (role.kind != "generate" or bool(role.model_from)),
+    )
+
+
+def _by_parameters(question: MemoryInput) -> MemoryEstimate:
+    """Estimate of a strategy that gives none: the whole model on each rank, without what a pass computes."""
+    size, trained = DTYPE_BYTES[question.dtype], question.trained_parameters
+    states = [("weights", size, question.model.parameters + question.added_parameters)]
+    states += [("gradients", 4, trained), ("optimizer", 8 if size == 4 else 12, trained)] if question.trains else []
+    return MemoryEstimate(
+        uses=tuple(
+            MemoryItem(
+                what=what,
+                num_bytes=bytes_each * count,
+                formula=f"by parameters alone, because the strategy gives no estimate: {bytes_each} × {count}",
+                offloads=True,
+            )
+            for what, bytes_each, count in states
+        )
     )
 
 

@@ -142,8 +142,8 @@ class TrainProvider(Provider):
     forward_only: bool = False
     """True for a variant without optimizer, for roles that only score."""
     memory: str = ""
-    """`"module:function"` that estimates a worker's memory, see `roll_core.spec.plan`; empty if there is no
-    estimate."""
+    """`"module:function"` that estimates a worker's memory, see `roll_core.spec.plan`. Empty: estimated by parameters
+    alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +154,8 @@ class InferProvider(Provider):
     platforms: tuple[str, ...] = ()
     """Names of the platforms it runs on; empty means every platform."""
     memory: str = ""
-    """`"module:function"` that estimates a worker's memory, see `roll_core.spec.plan`; empty if there is no
-    estimate."""
+    """`"module:function"` that estimates a worker's memory, see `roll_core.spec.plan`. Empty: estimated by parameters
+    alone."""
 
 
 def replays_experts(provider: TrainProvider | InferProvider) -> bool:
