@@ -49,7 +49,7 @@ def test_modules_of_core_are_public_or_protected():
 
 
 @pytest.mark.parametrize(
-    ("page", "lines"), [("README.md", r"^\| (`roll-.*?) \|"), ("CHANGELOG.md", r"^- \[(roll-.*?)\]")]
+    ("page", "lines"), [("docs/packages.md", r"^\| (`roll-.*?) \|"), ("CHANGELOG.md", r"^- \[(roll-.*?)\]")]
 )
 def test_page_lists_every_package(page, lines):
     """A cell may shorten names: `roll-platform-cuda`, `-rocm`."""
