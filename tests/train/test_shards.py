@@ -26,7 +26,7 @@ def write(model, spec, folder):
         folder,
         adapters=None,
         exported=((name, each.detach()) for name, each in model.named_parameters()),
-        whole=lambda each: each,
+        gather=lambda tensor: tensor,
         shape_of=lambda each: tuple(each.shape),
         writes=True,
     )

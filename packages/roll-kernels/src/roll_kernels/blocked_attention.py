@@ -37,8 +37,8 @@ def usable(query: Tensor, lengths: Sequence[int]) -> bool:
 
 def blocked_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """Causal attention: `[1, K * G, T, D]` queries and `[1, K, T, D]` keys and values to `[1, T, K * G, D]`."""
-    found: Tensor = _Blocked.apply(query, key, value, tuple(lengths), scale)  # type: ignore[no-untyped-call]
-    return found
+    attended: Tensor = _Blocked.apply(query, key, value, tuple(lengths), scale)  # type: ignore[no-untyped-call]
+    return attended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +64,9 @@ def _plan(lengths: tuple[int, ...]) -> _Plan:
     for first, end in bounds:
         if end - first <= BLOCK:
             alike[-(-(end - first) // STEP)].append((first, end))
-    together = tuple(_together(each, bounds[-1][1]) for each in alike.values() if len(each) > 1)
-    alone = [each for each in bounds if len(alike.get(-(-(each[1] - each[0]) // STEP), ())) < 2]
-    blocks = ((first, at, min(at + BLOCK, end)) for first, end in alone for at in range(first, end, BLOCK))
+    together = tuple(_together(bound, bounds[-1][1]) for bound in alike.values() if len(bound) > 1)
+    alone = [bound for bound in bounds if len(alike.get(-(-(bound[1] - bound[0]) // STEP), ())) < 2]
+    blocks = ((first, start, min(start + BLOCK, end)) for first, end in alone for start in range(first, end, BLOCK))
     return _Plan(together, tuple(blocks))
 
 
@@ -101,11 +101,11 @@ class _Blocked(torch.autograd.Function):
         keeps = any(ctx.needs_input_grad)
         weights: list[Tensor] = []
         plan = _plan(lengths)
-        for each in plan.together:
-            q_SRD, k_SLD, v_SLD = (_gather(x, each) for x in (q_KTGD, k_KTD, v_KTD))
+        for batch in plan.together:
+            q_SRD, k_SLD, v_SLD = (_gather(x, batch) for x in (q_KTGD, k_KTD, v_KTD))
             scores_SRL = torch.bmm(q_SRD, k_SLD.transpose(1, 2))
-            weights_SRL = torch.softmax(scores_SRL.add_(_future(each.length, groups)), dim=-1)
-            _scatter(out_KTGD, each, torch.bmm(weights_SRL, v_SLD))
+            weights_SRL = torch.softmax(scores_SRL.add_(_future(batch.length, groups)), dim=-1)
+            _scatter(out_KTGD, batch, torch.bmm(weights_SRL, v_SLD))
             if keeps:
                 weights.append(weights_SRL)
         q_KRD, out_KRD = q_KTGD.view(num_keys, -1, size), out_KTGD.view(num_keys, -1, size)
@@ -130,14 +130,14 @@ class _Blocked(torch.autograd.Function):
         dq_KTGD = torch.empty_like(q_KTGD)
         dk_KTD, dv_KTD = torch.zeros_like(k_KTD), torch.zeros_like(v_KTD)
         weights = iter(saved)
-        for each in ctx.plan.together:
+        for batch in ctx.plan.together:
             weights_SRL = next(weights)
-            q_SRD, k_SLD, v_SLD, d_SRD = (_gather(x, each) for x in (q_KTGD, k_KTD, v_KTD, d_KTGD))
-            _scatter(dv_KTD, each, torch.bmm(weights_SRL.transpose(1, 2), d_SRD))
+            q_SRD, k_SLD, v_SLD, d_SRD = (_gather(x, batch) for x in (q_KTGD, k_KTD, v_KTD, d_KTGD))
+            _scatter(dv_KTD, batch, torch.bmm(weights_SRL.transpose(1, 2), d_SRD))
             d_weights_SRL = torch.bmm(d_SRD, v_SLD.transpose(1, 2))
             d_scores_SRL = torch._softmax_backward_data(d_weights_SRL, weights_SRL, -1, torch.float32)
-            _scatter(dq_KTGD, each, torch.bmm(d_scores_SRL, k_SLD))
-            _scatter(dk_KTD, each, torch.bmm(d_scores_SRL.transpose(1, 2), q_SRD))
+            _scatter(dq_KTGD, batch, torch.bmm(d_scores_SRL, k_SLD))
+            _scatter(dk_KTD, batch, torch.bmm(d_scores_SRL.transpose(1, 2), q_SRD))
         q_KRD, d_KRD, dq_KRD = (x.view(num_keys, -1, size) for x in (q_KTGD, d_KTGD, dq_KTGD))
         for first, start, end in ctx.plan.blocks:
             weights_KRE = next(weights)

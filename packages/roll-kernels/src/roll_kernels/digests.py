@@ -35,7 +35,7 @@ def compiled_leaves_of(held: Bytes, source: Bytes | None) -> bytes:
     if source is None:
         return leaves_of(held, None)  # without a copy, xxHash's own kernels are faster
     rest = len(held) % CHUNK_BYTES
-    whole = len(held) - (rest if rest < SHORTEST_BYTES else 0)
-    leaves = ctypes.create_string_buffer(-(-whole // CHUNK_BYTES) * LEAF_BYTES)
-    library().roll_copy_leaves(held.ctypes.data, source.ctypes.data, whole, CHUNK_BYTES, leaves)
-    return leaves.raw + leaves_of(held[whole:], source[whole:])
+    num_hashed = len(held) - (rest if rest < SHORTEST_BYTES else 0)
+    leaves = ctypes.create_string_buffer(-(-num_hashed // CHUNK_BYTES) * LEAF_BYTES)
+    library().roll_copy_leaves(held.ctypes.data, source.ctypes.data, num_hashed, CHUNK_BYTES, leaves)
+    return leaves.raw + leaves_of(held[num_hashed:], source[num_hashed:])

@@ -142,8 +142,8 @@ def gate_backward_(gate_ND: Tensor, up_ND: Tensor, dy_ND: Tensor) -> None:
         gate_ND.numel(),
         torch.get_num_threads(),
     )
-    for each in (gate_ND, up_ND):
-        torch.autograd.graph.increment_version(each)
+    for tensor in (gate_ND, up_ND):
+        torch.autograd.graph.increment_version(tensor)
 
 
 def rotary(x_HTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, backward: bool = False) -> Tensor:
@@ -185,9 +185,9 @@ def logits_gradient_(
     logp_ND: Tensor, targets_N: Tensor, grad_N: Tensor, slope_N: Tensor | None, entropy_N: Tensor | None
 ) -> None:
     """Overwrite log probabilities with `grad * (onehot(target) - p) - slope * p * (logp + entropy)`."""
-    for each in (grad_N, slope_N, entropy_N):
-        if each is not None:
-            _check(logp_ND, each, targets_N.shape)
+    for tensor in (grad_N, slope_N, entropy_N):
+        if tensor is not None:
+            _check(logp_ND, tensor, targets_N.shape)
     library().roll_logits_gradient(
         logp_ND.data_ptr(),
         targets_N.data_ptr(),

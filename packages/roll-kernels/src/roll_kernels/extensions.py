@@ -134,7 +134,7 @@ class Extension:
     @property
     def has_cuda_sources(self) -> bool:
         """True if nvcc or hipcc is needed."""
-        return any(each.suffix == ".cu" for each in self.sources)
+        return any(source.suffix == ".cu" for source in self.sources)
 
     def _digest(self, *compilers: str) -> str:
         import torch
@@ -146,8 +146,8 @@ class Extension:
         if self.has_cuda_sources:
             parts += [f"{name}={value}" for name, value in _gpu_environment(self.name).items()]
         digest = hashlib.sha256(json.dumps(parts).encode())
-        for each in (*self.sources, *self.headers):
-            digest.update(each.read_bytes())
+        for source in (*self.sources, *self.headers):
+            digest.update(source.read_bytes())
         return digest.hexdigest()[:16]
 
     def _build(self, folder: Path) -> None:
@@ -160,10 +160,10 @@ class Extension:
 
     def _compile(self, folder: Path) -> None:
         native = ("-march=native",) if self.native else ()
-        include = dict.fromkeys(f"-I{each.parent}" for each in self.headers)
+        include = dict.fromkeys(f"-I{source.parent}" for source in self.headers)
         task = {
             "name": self.name,
-            "sources": [str(each) for each in self.sources],
+            "sources": [str(source) for source in self.sources],
             "extra_cflags": ["-O3", "-std=c++17", *include, *native, *self.cflags],
             "extra_cuda_cflags": list(self.cuda_cflags),
             "extra_ldflags": list(self.ldflags),
@@ -259,8 +259,8 @@ def _capabilities() -> tuple[str, ...]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SURVEY_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    found = {line.strip() for line in done.stdout.splitlines() if done.returncode == 0}
-    return tuple(sorted((each for each in found if re.fullmatch(r"\d+\.\d", each)), key=float))
+    capabilities = {line.strip() for line in done.stdout.splitlines() if done.returncode == 0}
+    return tuple(sorted((capability for capability in capabilities if re.fullmatch(r"\d+\.\d", capability)), key=float))
 
 
 @lru_cache(maxsize=1)

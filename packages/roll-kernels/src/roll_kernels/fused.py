@@ -69,9 +69,9 @@ def _replace(module: Any, model_dtype: torch.dtype, compiled: bool) -> bool:
     dtype = _dtype_of(module, model_dtype)
     relative, absolute = TOLERANCES.get(dtype, (0.0, 0.0))
     probe = torch.linspace(-3.0, 3.0, 3 * size).view(1, 3, size).to(dtype)
-    expected, found = module(probe), forward(probe)
+    expected, result = module(probe), forward(probe)
     largest = float(expected.abs().max())
-    if not torch.allclose(found, expected, rtol=relative, atol=absolute * largest + 1e-12):
+    if not torch.allclose(result, expected, rtol=relative, atol=absolute * largest + 1e-12):
         return False
     module.forward = forward
     return True
@@ -80,7 +80,7 @@ def _replace(module: Any, model_dtype: torch.dtype, compiled: bool) -> bool:
 @torch.no_grad()
 def _replace_rotary(module: Any, model_dtype: torch.dtype) -> bool:
     """Replace the function that an attention module's `forward` calls for its rotary embedding, in this module only."""
-    forward = whole = type(module).forward
+    forward = wrapped = type(module).forward
     while getattr(forward, "__globals__", {}).get("__name__") == RENAMING:
         forward = forward.__wrapped__
     plain = getattr(forward, "__globals__", {}).get(ROTARY)
@@ -102,17 +102,17 @@ def _replace_rotary(module: Any, model_dtype: torch.dtype) -> bool:
         expected = plain(q, k, cos[0], sin[0])
     except (TypeError, ValueError, RuntimeError):  # another signature
         return False
-    for each, other in zip(rotary(q, k, cos[0], sin[0]), expected, strict=True):
-        if not torch.allclose(each, other, rtol=TOLERANCES[dtype][0], atol=9 * TOLERANCES[dtype][1]):
+    for rotated, other in zip(rotary(q, k, cos[0], sin[0]), expected, strict=True):
+        if not torch.allclose(rotated, other, rtol=TOLERANCES[dtype][0], atol=9 * TOLERANCES[dtype][1]):
             return False
     own_globals = {**forward.__globals__, ROTARY: rotary}
-    own = FunctionType(code, own_globals, forward.__name__, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__ = forward.__kwdefaults__
+    replaced = FunctionType(code, own_globals, forward.__name__, forward.__defaults__, forward.__closure__)
+    replaced.__kwdefaults__ = forward.__kwdefaults__
 
     def renamed(self: Any, *args: Any, **named: Any) -> Any:
-        return (whole if CACHE_BEFORE_5_24 in named else own)(self, *args, **named)
+        return (wrapped if CACHE_BEFORE_5_24 in named else replaced)(self, *args, **named)
 
-    module.forward = MethodType(own if forward is whole else renamed, module)
+    module.forward = MethodType(replaced if forward is wrapped else renamed, module)
     return True
 
 
@@ -129,13 +129,13 @@ def _rms_norm_of(module: Any) -> Replacement | None:
     if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(epsilon, float):
         return None
 
-    own = module.forward
+    module_forward = module.forward
 
     def forward(hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != module.weight.dtype:  # a float32 norm between bfloat16 layers
-            return own(hidden_states)  # type: ignore[no-any-return]
-        found: Tensor = _RMSNorm.apply(hidden_states, module.weight, epsilon)  # type: ignore[no-untyped-call]
-        return found
+            return module_forward(hidden_states)  # type: ignore[no-any-return]
+        result: Tensor = _RMSNorm.apply(hidden_states, module.weight, epsilon)  # type: ignore[no-untyped-call]
+        return result
 
     return len(weight), forward
 
@@ -145,13 +145,13 @@ def _gated_mlp_of(module: Any) -> Replacement | None:
     if not {"gate_proj", "up_proj", "down_proj"} <= names <= {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return None
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    if not all(hasattr(each, "in_features") for each in (gate, up, down)):  # linear, with or without an adapter
+    if not all(hasattr(layer, "in_features") for layer in (gate, up, down)):  # linear, with or without an adapter
         return None
 
     def forward(x: Tensor) -> Tensor:
         gated: Tensor = _SwiGLU.apply(gate(x), up(x))  # type: ignore[no-untyped-call]
-        found: Tensor = down(gated)
-        return found
+        result: Tensor = down(gated)
+        return result
 
     return gate.in_features, forward
 
@@ -161,8 +161,8 @@ def _linear_of(module: Any) -> Replacement | None:
         return None
 
     def forward(x: Tensor) -> Tensor:
-        found: Tensor = Linear.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
-        return found
+        result: Tensor = Linear.apply(x, module.weight, module.bias)  # type: ignore[no-untyped-call]
+        return result
 
     return module.in_features, forward
 

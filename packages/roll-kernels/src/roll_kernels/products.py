@@ -70,9 +70,9 @@ class Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
         ctx.save_for_backward(x, weight_OI)
-        found = linear(x.reshape(-1, x.shape[-1]), weight_OI, bias_O)
+        product = linear(x.reshape(-1, x.shape[-1]), weight_OI, bias_O)
         # As torch's own linear: autograd refuses changes in place of a custom function's view (Gemma 3n adds to one).
-        result: Tensor = torch.ops.aten._unsafe_view(found, [*x.shape[:-1], len(weight_OI)])
+        result: Tensor = torch.ops.aten._unsafe_view(product, [*x.shape[:-1], len(weight_OI)])
         return result
 
     @staticmethod

@@ -131,8 +131,8 @@ def flat_attention(
         raise UnsupportedError("flat attention has no dropout")
     if is_causal is False:
         raise UnsupportedError("flat attention is causal")
-    for name, each in others.items():
-        if each is not None and name not in WITHOUT_EFFECT:
+    for name, option in others.items():
+        if option is not None and name not in WITHOUT_EFFECT:
             raise UnsupportedError(f"flat attention has no argument {name}")
     roll_layout.num_calls += 1
     window = int(attention_mask) if attention_mask is not None else 0
@@ -196,10 +196,10 @@ def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions
         return blocked_attention.blocked_attention(query, key, value, lengths, how.scale)
     if not by_scores and query.device.type != "cpu" and key.shape[1] != query.shape[1]:
         # Only flash-attn has grouped heads on devices. Otherwise torch would write all scores, H × L² of them.
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     attend = _in_blocks(partial(attend_scores if by_scores else _attend, how))
     # Split, not sliced: a split's gradient is one concatenation, a slice's gradient a zero tensor of the full length.
-    pieces = (torch.split(each, list(lengths), dim=2) for each in (query, key, value))
+    pieces = (torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value))
     outputs_LHD = [attend(q, k, v, how.window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
     return torch.cat(outputs_LHD, dim=1)
 
@@ -215,12 +215,12 @@ def _in_blocks(attend: Attend) -> Attend:
         if not 0 < window < length:
             return attend(query, key, value, 0)
         size, start = max(window, MIN_BLOCK), 0
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for block in torch.split(query, size, dim=2):
             first, end = max(0, start + 1 - window), start + block.shape[2]
-            found.append(attend(block, key[:, :, first:end], value[:, :, first:end], window))
+            outputs.append(attend(block, key[:, :, first:end], value[:, :, first:end], window))
             start = end
-        return torch.cat(found, dim=2)
+        return torch.cat(outputs, dim=2)
 
     return attend_blocks
 

@@ -147,8 +147,8 @@ class Backbone:
             use_cache=False,
             roll_layout=layout,
         )
-        found: Tensor = outputs[0][0]
-        return found
+        states: Tensor = outputs[0][0]
+        return states
 
     def _as_seen(self, routed_experts_TMK: Tensor, lengths: Sequence[int]) -> Tensor:
         """Routed experts in the order in which the routers receive the tokens.
@@ -158,8 +158,8 @@ class Backbone:
         if self.context is not None:
             num_tokens = len(routed_experts_TMK)
             part = self.context.part(num_tokens).to(routed_experts_TMK.device)
-            found = routed_experts_TMK[part.clamp(max=num_tokens - 1)]
-            return found.masked_fill_((part >= num_tokens)[:, None, None], -1)
+            routed = routed_experts_TMK[part.clamp(max=num_tokens - 1)]
+            return routed.masked_fill_((part >= num_tokens)[:, None, None], -1)
         if self.flat:
             return routed_experts_TMK
         size = len(lengths) * max(lengths)
@@ -308,7 +308,7 @@ class RopeBySequence:
         for module in model.modules():
             kinds = getattr(module, "rope_type", None)
             kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-            if any(each == "longrope" or "dynamic" in str(each) for each in kinds):
+            if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
                 module.forward = partial(self._forward, module, module.forward)
                 self.needed = True
 
@@ -318,20 +318,20 @@ class RopeBySequence:
         lengths = self.lengths
         if lengths is None or lengths.shape != position_ids.shape:
             return forward(x, position_ids, *args, **named)
-        whole: list[Tensor] = []
+        gathered: list[Tensor] = []
         outputs: Any = None
         for length in torch.unique(lengths).tolist():
-            for name in [each for each in vars(module) if each.endswith("max_seq_len_cached")]:
+            for name in [attribute for attribute in vars(module) if attribute.endswith("max_seq_len_cached")]:
                 setattr(module, name, 0)  # dynamic NTK computes the frequencies anew
             here = lengths == length
             # The last position of a sequence of this length decides about the frequencies.
             positions = nn.functional.pad(position_ids[here].clamp(max=length - 1), (0, 1), value=length - 1)
             outputs = forward(x, positions[None], *args, **named)
             parts = outputs if isinstance(outputs, tuple) else (outputs,)
-            whole = whole or [each.new_empty(*lengths.shape, *each.shape[2:]) for each in parts]
-            for every, part in zip(whole, parts, strict=True):
+            gathered = gathered or [part.new_empty(*lengths.shape, *part.shape[2:]) for part in parts]
+            for every, part in zip(gathered, parts, strict=True):
                 every[here] = part[0, :-1]
-        return tuple(whole) if isinstance(outputs, tuple) else whole[0]
+        return tuple(gathered) if isinstance(outputs, tuple) else gathered[0]
 
 
 def _places(lengths: Sequence[int]) -> Tensor:
@@ -378,15 +378,15 @@ class LanguageHead:
         hidden_NH = hidden_NH.to(head.weight.dtype)
         return compared(head, hidden_NH, self._other[1], other_NH, comparison.function, request, weights_N)
 
-    def write(self, path: Path, whole: Callable[[Tensor], Tensor], *, writes: bool) -> None:
+    def write(self, path: Path, gather: Callable[[Tensor], Tensor], *, writes: bool) -> None:
         """Write the head to a file, for `compared` of another model. Raises `UnsupportedError` if it is not linear.
 
-        `whole` gathers a parameter. Collective if parameters are sharded; only the rank that `writes` writes.
+        `gather` gathers a parameter. Collective if parameters are sharded; only the rank that `writes` writes.
         """
         self._need_linear()
         head = self._linear(self.model.get_output_embeddings())
-        bias = None if head.bias is None else whole(head.bias)
-        head = replace(head, weight=whole(head.weight), bias=bias)
+        bias = None if head.bias is None else gather(head.bias)
+        head = replace(head, weight=gather(head.weight), bias=bias)
         if writes:
             write_head(head, path)
 
@@ -448,7 +448,7 @@ def _body_returns(model: nn.Module, hidden: Tensor) -> Iterator[None]:
     """Make every inner `PreTrainedModel` return `hidden` without computing anything, inside this context."""
     from transformers import PreTrainedModel
 
-    bodies = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
+    bodies = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
     outputs = _Outputs(hidden)
     for body in bodies:
         body.forward = lambda *_args, **_kwargs: outputs

@@ -36,7 +36,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Layers of a model of transformers. Raises `ModelError` if the model does not mark them."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    blocks = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
         raise ModelError(
             f"{type(model).__name__} has no layers that can be recomputed or compiled; set"

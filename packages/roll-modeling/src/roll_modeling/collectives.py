@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 def copied(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Identity in the forward pass; the backward pass sums the ranks' gradients."""
-    found: Tensor = _Copied.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Copied.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over the ranks (all-reduce). Every rank gets identical bits."""
-    found: Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' pieces, of equal size, along the last dimension."""
-    found: Tensor = _Gathered.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Gathered.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def own_piece(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's piece of the last dimension, whose size must be a multiple of the group's size."""
-    found: Tensor = _OwnPiece.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _OwnPiece.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Copied(torch.autograd.Function):

@@ -58,9 +58,9 @@ class ContextParallel(ABC):
 
     def largest(self, tensor: Tensor) -> float:
         """Maximum of `tensor` over all ranks. Collective."""
-        found = tensor.max().float()
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return float(found)
+        maximum = tensor.max().float()
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
+        return float(maximum)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Combine the ranks' outputs into one tensor for all tokens, on every rank. Collective.
@@ -88,8 +88,8 @@ class Ulysses(ContextParallel):
         """Compute attention between two all-to-all exchanges."""
         if how.sinks_H is not None:
             how = replace(how, sinks_H=how.sinks_H.chunk(self.size)[self.rank])
-        found = attend_flat(self._heads(query), self._heads(key), self._heads(value), how)
-        return self._exchange(found)
+        attended = attend_flat(self._heads(query), self._heads(key), self._heads(value), how)
+        return self._exchange(attended)
 
     def _heads(self, tensor: Tensor) -> Tensor:
         """`[1, H, T / P, D]` to `[1, H / P, T, D]`. Key heads are repeated if there are fewer heads than ranks."""
@@ -98,8 +98,8 @@ class Ulysses(ContextParallel):
         return self._exchange(tensor)
 
     def _exchange(self, tensor: Tensor) -> Tensor:
-        found: Tensor = _Exchange.apply(tensor, self.group, 1, 2)  # type: ignore[no-untyped-call]
-        return found
+        result: Tensor = _Exchange.apply(tensor, self.group, 1, 2)  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Exchange(torch.autograd.Function):

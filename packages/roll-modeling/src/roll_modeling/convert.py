@@ -61,15 +61,15 @@ def _write_whole(state: PortableState, spec: ModelSpec, description: Path, out: 
     spec = replace(spec, path=str(description), random_init=None, config_overrides={}, tokenizer="")
     model = empty_model(spec)
     parameters = dict(model.named_parameters())
-    check_same(state, {name: tuple(each.shape) for name, each in parameters.items()})
+    check_same(state, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
     buffers = stored_buffers(model)
     if lacking := buffers.keys() - state.buffers.keys():
         raise CheckpointMismatchError(
             f"{description.parent} lacks {min(lacking)}, a buffer that the model needs: resume that run,"
             " and convert its next checkpoint"
         )
-    whole = {name: state.read(name).master.to(each.dtype) for name, each in parameters.items()}
-    model.load_state_dict(whole | {name: state.buffers[name] for name in buffers}, strict=False, assign=True)
+    tensors = {name: state.read(name).master.to(parameter.dtype) for name, parameter in parameters.items()}
+    model.load_state_dict(tensors | {name: state.buffers[name] for name in buffers}, strict=False, assign=True)
     model.tie_weights()
     write_model(model, spec, model.state_dict(), out)
 
@@ -86,10 +86,10 @@ def _write_adapted(
     of_experts = ExpertAdapters(model, state, lora)
     adapters = add_adapters(model, replace(spec, lora=of_experts.linear_spec()))
     trained = adapters.trained()
-    shapes = {name: tuple(each.shape) for name, each in trained.items()} | of_experts.shapes
+    shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()} | of_experts.shapes
     check_same(state, shapes, adapters=adapters, identity=adapters.identity())
-    for name, each in trained.items():
-        each.data.copy_(state.read(name).master)
+    for name, parameter in trained.items():
+        parameter.data.copy_(state.read(name).master)
     if adapters.lora.export == "adapter":
         if of_experts.layers:
             adapters.also_targets(of_experts.names)
@@ -125,7 +125,7 @@ def write_merged_adapter(
             f"{adapter} does not fit the base model {spec.path}: {one_line(error)}"
         ) from error
 
-    by_id = {id(each): base_name(name) for name, each in model.named_parameters()}
+    by_id = {id(parameter): base_name(name) for name, parameter in model.named_parameters()}
 
     def whole(parameter: Tensor) -> Tensor:
         return read(by_id[id(parameter)]) if parameter.is_meta else parameter
@@ -136,8 +136,8 @@ def write_merged_adapter(
         out,
         adapters=adapters,
         exported=adapters.merged(whole),
-        whole=whole,
-        shape_of=lambda each: tuple(each.shape),
+        gather=whole,
+        shape_of=lambda parameter: tuple(parameter.shape),
         writes=True,
     )
 
@@ -149,7 +149,7 @@ def _load_adapter(adapters: Adapters, folder: Path, names: Iterable[str]) -> Non
     """
     from peft.utils import set_peft_model_state_dict
 
-    stored = {name.removeprefix(PREFIX): each for name, each in load_file(folder / ADAPTERS).items()}
+    stored = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / ADAPTERS).items()}
     trained = adapters.trained()
     loaded = {name: stored.pop(key) for name in trained if (key := stored_name(name)) in stored}
     for name in (*names, *(f"{name.removesuffix('.weight')}.base_layer.weight" for name in names)):
@@ -207,12 +207,12 @@ def _lazily_read(spec: ModelSpec) -> tuple[PreTrainedModel, Callable[[str], Tens
     model = empty_model(spec) if files is not None and files.places else None
     if model is None or files is None or any(name not in files.places for name, _ in model.named_parameters()):
         return load_model(spec), dict[str, "Tensor"]().__getitem__
-    dtypes = {name: each.dtype for name, each in model.named_parameters()}
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def read(name: str) -> Tensor:
         with safe_open(files.places[name], framework="pt") as opened:
-            found: Tensor = opened.get_tensor(name)
-        return found.to(dtypes.get(name, found.dtype))
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor.to(dtypes.get(name, tensor.dtype))
 
     for name, buffer in model.named_buffers():
         if name in files.places:

@@ -89,14 +89,14 @@ class EngineConfig(StrategyConfig):
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments passed to the engine: keys that are set or have a default other than None."""
-        found = {name: getattr(self, name) for name in type(self).model_fields if name not in self.own_keys}
-        return {name: value for name, value in found.items() if value is not None or name in self.model_fields_set}
+        arguments = {name: getattr(self, name) for name in type(self).model_fields if name not in self.own_keys}
+        return {name: value for name, value in arguments.items() if value is not None or name in self.model_fields_set}
 
 
-def check_arguments(engine: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_arguments(engine: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raise `ConfigError` for arguments that the installed engine lacks; `check` may know those of another release."""
     problems = []
-    for name in given:
+    for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             problems.append(

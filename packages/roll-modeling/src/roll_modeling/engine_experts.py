@@ -68,11 +68,11 @@ class ExpertName:
         match = _ALL.fullmatch(name) or _ONE.fullmatch(name)
         if match is None:
             return None
-        found = match.groupdict()
-        matrix, part = _PROJECTIONS[found["projection"]]
-        expert, parameter = found.get("expert"), found["parameter"] or "weight"
+        groups = match.groupdict()
+        matrix, part = _PROJECTIONS[groups["projection"]]
+        expert, parameter = groups.get("expert"), groups["parameter"] or "weight"
         return cls(
-            path=found["path"],
+            path=groups["path"],
             matrix=matrix,
             parameter=SCALE if parameter == "scale_inv" else parameter,
             part=part,
@@ -117,23 +117,23 @@ class ExpertLayout:
         the first rank's is the bias. Scales have the form of their matrix; no block spans gate and up, or two ranks.
         """
         if name.matrix == "w2":
-            whole = shards[0] if name.parameter == "bias" else torch.cat(list(shards), dim=1)
+            matrix = shards[0] if name.parameter == "bias" else torch.cat(list(shards), dim=1)
         elif self.interleaved:
             rows = torch.cat(list(shards))
-            whole = rows if name.part is None else rows[name.part :: 2]
+            matrix = rows if name.part is None else rows[name.part :: 2]
         else:
             halves = [shard.chunk(2) for shard in shards]
             parts = (GATE, UP) if name.part is None else (name.part,)
-            whole = torch.cat([half[part] for part in parts for half in halves])
-        return whole.T if self.transposed and whole.ndim == 2 else whole
+            matrix = torch.cat([half[part] for part in parts for half in halves])
+        return matrix.T if self.transposed and matrix.ndim == 2 else matrix
 
     def split(self, name: ExpertName, tensor: Tensor) -> Iterator[tuple[int, int | None, Tensor]]:
         """Experts of a Hugging Face tensor: index, part, and matrix in the engine's form, as views.
 
         gate and up are separate unless they are interleaved; the part of w2 is None.
         """
-        for expert, each in zip(self.experts(name), tensor if name.expert is None else (tensor,), strict=True):
-            matrix = each.T if self.transposed and each.ndim == 2 else each
+        for expert, stored in zip(self.experts(name), tensor if name.expert is None else (tensor,), strict=True):
+            matrix = stored.T if self.transposed and stored.ndim == 2 else stored
             if name.matrix == "w2" or name.part is not None or self.interleaved:
                 yield expert, name.part, matrix
             else:

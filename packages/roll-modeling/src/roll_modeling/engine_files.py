@@ -53,8 +53,8 @@ class EngineFiles:
     def head_sizes(self) -> set[int]:
         """Sizes of attention heads: one, unless layers differ."""
         return {
-            int(getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads)
-            for each in layer_configs(self.config)
+            int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+            for layer in layer_configs(self.config)
         }
 
 

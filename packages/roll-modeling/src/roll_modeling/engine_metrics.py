@@ -38,12 +38,12 @@ class EngineMetrics:
 
     def take(self) -> Mapping[str, float]:
         """Metrics by name since the last call, 0 if nothing happened; resets them."""
-        found = dict(self._counts)
+        metrics = dict(self._counts)
         for name in GAUGES:
-            found[f"{name}/mean"] = self._sums[name] / max(self._num_samples, 1)
-            found[f"{name}/max"] = self._maxima[name]
+            metrics[f"{name}/mean"] = self._sums[name] / max(self._num_samples, 1)
+            metrics[f"{name}/max"] = self._maxima[name]
         self._clear()
-        return found
+        return metrics
 
     def _clear(self) -> None:
         self._counts = dict.fromkeys(self._names, 0.0)

@@ -183,9 +183,9 @@ class AdapterWeights(EngineWeights):
 
 def collected(incoming: Incoming) -> dict[str, Tensor]:
     """Copy all incoming tensors to the host; transports may reuse their buffers. Raises `WeightSyncError`."""
-    found = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in incoming}
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in incoming}
     incoming.refuse_missing()
-    return found
+    return tensors
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
@@ -196,7 +196,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> Non
     from safetensors.torch import save_file
 
     stored, written = folder / "adapter_model.safetensors", folder / "written"
-    save_file({f"base_model.model.{name}": _padded(name, each, rank) for name, each in tensors.items()}, written)
+    save_file({f"base_model.model.{name}": _padded(name, tensor, rank) for name, tensor in tensors.items()}, written)
     os.replace(written, stored)  # processes that have mapped the old file keep its content
     layers = sorted({name.rpartition(".lora_")[0] for name in tensors})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
@@ -293,23 +293,23 @@ class LoadedModel(ABC):
         """All tensors that an update must contain, by the engine's names."""
 
     @abstractmethod
-    def read(self, name: str, at: Any) -> Tensor:
+    def read(self, name: str, loaded: Any) -> Tensor:
         """Full tensor at a location, gathered over ranks. All ranks read the same tensors in the same order."""
 
-    def expert_shards(self, at: Any, expert: int) -> Sequence[Tensor]:
+    def expert_shards(self, loaded: Any, expert: int) -> Sequence[Tensor]:
         """Matrix of one expert at an `ExpertsTensor`, by tensor parallel rank, see `ExpertLayout.joined`.
 
         All ranks read the same experts in the same order. Rank 0 must get all shards; the result of others is unused.
         """
         raise NotImplementedError
 
-    def pieces(self, name: str, at: Any) -> Iterator[Tensor]:
+    def pieces(self, name: str, loaded: Any) -> Iterator[Tensor]:
         """The full tensor at a location in consecutive pieces, one expert at a time if it has experts."""
-        if not isinstance(at, ExpertsTensor):
-            yield self.read(name, at)
+        if not isinstance(loaded, ExpertsTensor):
+            yield self.read(name, loaded)
             return
-        for expert in at.layout.experts(at.name):
-            yield at.layout.joined(at.name, self.expert_shards(at, expert))
+        for expert in loaded.layout.experts(loaded.name):
+            yield loaded.layout.joined(loaded.name, self.expert_shards(loaded, expert))
 
     @abstractmethod
     def adapter_buffer(self, name: str) -> Tensor:
@@ -342,9 +342,9 @@ class LoadedModel(ABC):
         if action == "digest":
             return self._digests(argument)
         if action == "compare_adapter":
-            found = compare_adapter(argument, lambda name: tuple(self.adapter_buffer(name).shape))
-            names = () if found["unknown"] else [name for name, _ in argument]
-            return found | {"required": list(self.required(names))}
+            mismatches = compare_adapter(argument, lambda name: tuple(self.adapter_buffer(name).shape))
+            names = () if mismatches["unknown"] else [name for name, _ in argument]
+            return mismatches | {"required": list(self.required(names))}
         digests = Digests()
         for name, (rows, columns), like in argument:
             digests.add(name, self.adapter_buffer(name)[:rows, :columns], like)
@@ -353,10 +353,10 @@ class LoadedModel(ABC):
     def _digests(self, expected: Iterable[tuple[str, str, str]]) -> dict[str, str]:
         digests = Digests()
         for name, dtype, like in expected:
-            at = self.locate(name)
-            if at is None:
+            loaded = self.locate(name)
+            if loaded is None:
                 continue
-            pieces = (self._as_sent(piece, torch_dtype(dtype)) for piece in self.pieces(name, at))
+            pieces = (self._as_sent(piece, torch_dtype(dtype)) for piece in self.pieces(name, loaded))
             if self.rank == 0:
                 digests.add_pieces(name, pieces, like)
             else:

@@ -64,36 +64,38 @@ class ExpertAdapters:
                     f" tensors of a {model.config.model_type} as one; use the run's export/ instead"
                 )
             self.layers = dict(self._find(model, state))
-        self.linear = {path for path, each in model.named_modules() if isinstance(each, nn.Linear)}
+        self.linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
         # A state's factors are read whole. The cache serves gate and up projections, which alternate.
         self._factor = lru_cache(maxsize=4)(lambda name: state.read(name).master)
 
     @cached_property
     def _form(self) -> StoredForm:
         """Stored form of the model; first evaluated while the model has no adapters."""
-        return StoredForm(self._model, {name: tuple(each.shape) for name, each in self._model.named_parameters()})
+        return StoredForm(
+            self._model, {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        )
 
     def _find(self, model: PreTrainedModel, state: PortableState) -> Iterator[tuple[str, ExpertLayer]]:
         for name, parameter in model.named_parameters():
-            for stored, each in self._form.of(name, torch.empty(parameter.shape, device="meta")).items():
+            for stored, part in self._form.of(name, torch.empty(parameter.shape, device="meta")).items():
                 for number in NUMBER.finditer(stored):
                     path = (stored[: number.start()] + stored[number.end() :]).removesuffix(".weight")
                     if _factor(path, "A") in state.shapes:
                         yield (
                             stored,
-                            ExpertLayer(path=path, expert=int(number[1]), shape=(each.shape[0], each.shape[1])),
+                            ExpertLayer(path=path, expert=int(number[1]), shape=(part.shape[0], part.shape[1])),
                         )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the experts' factors in the state, by name."""
         numbers, rank = Counter(layer.path for layer in self.layers.values()), self._lora.rank
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for layer in self.layers.values():
             outputs, inputs = layer.shape
-            found[_factor(layer.path, "A")] = (numbers[layer.path], rank, inputs)
-            found[_factor(layer.path, "B")] = (numbers[layer.path], outputs, rank)
-        return found
+            shapes[_factor(layer.path, "A")] = (numbers[layer.path], rank, inputs)
+            shapes[_factor(layer.path, "B")] = (numbers[layer.path], outputs, rank)
+        return shapes
 
     def linear_spec(self) -> LoraSpec:
         """Configuration of the adapters on ordinary linear layers, without targets that are experts only.
@@ -114,8 +116,8 @@ class ExpertAdapters:
         writer = PieceWriter(out)
         for name, buffer in stored_buffers(adapters.model).items():
             writer.add(name, buffer)
-        for name, whole in adapters.merged():
-            for stored, weight in self._form.of(name, whole).items():
+        for name, tensor in adapters.merged():
+            for stored, weight in self._form.of(name, tensor).items():
                 writer.add(stored, self._merged(stored, weight))
         writer.finish(spec)
 

@@ -79,7 +79,7 @@ def _write_inputs(spec: ModelSpec, path: Path) -> None:
         load_tokenizer(spec).save_pretrained(path)
     for name in PROCESSORS if spec.path else ():
         try:
-            if found := cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False):
-                shutil.copyfile(found, path / name)
+            if file := cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False):
+                shutil.copyfile(file, path / name)
         except OSError as error:  # the hub cannot be reached; the weights are worth more than this file
             log.warning("%s: %s is not in the export: %s", spec.path, name, one_line(error))

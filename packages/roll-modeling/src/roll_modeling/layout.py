@@ -28,7 +28,7 @@ def make_adjacent(model: nn.Module) -> int:
     shape, values and gradient flags. Groups that cannot be joined (different dtypes, tied or quantised weights, a bias
     on only some) are unchanged.
     """
-    owners = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     joined = 0
     for module in model.modules():
         for names in SIBLINGS:
@@ -37,7 +37,9 @@ def make_adjacent(model: nn.Module) -> int:
                 continue
             for kind in ("weight", "bias"):
                 parameters = [getattr(linear, kind) for linear in linears]
-                if all(isinstance(each, torch.nn.Parameter) and owners[id(each)] == 1 for each in parameters):
+                if all(
+                    isinstance(parameter, torch.nn.Parameter) and owners[id(parameter)] == 1 for parameter in parameters
+                ):
                     joined += _join(parameters)
     return joined
 
@@ -64,16 +66,19 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 def _join(parameters: list[torch.nn.Parameter]) -> bool:
     first = parameters[0]
     if any(
-        each.dtype != first.dtype or each.device != first.device or each.shape[1:] != first.shape[1:] or each.is_meta
-        for each in parameters
+        parameter.dtype != first.dtype
+        or parameter.device != first.device
+        or parameter.shape[1:] != first.shape[1:]
+        or parameter.is_meta
+        for parameter in parameters
     ):
         return False
     if adjacent(parameters) is not None:
         return True
     with torch.no_grad():
-        buffer = torch.cat([each.detach() for each in parameters])
+        buffer = torch.cat([parameter.detach() for parameter in parameters])
         start = 0
-        for each in parameters:
-            each.data = buffer[start : start + each.shape[0]]
-            start += each.shape[0]
+        for parameter in parameters:
+            parameter.data = buffer[start : start + parameter.shape[0]]
+            start += parameter.shape[0]
     return True

@@ -99,7 +99,7 @@ class HeadOutputs:
     gathered_logprobs_NK: Tensor | None = None
 
 
-HEAD_OUTPUTS = tuple(each.name for each in fields(HeadOutputs))
+HEAD_OUTPUTS = tuple(field.name for field in fields(HeadOutputs))
 
 
 def head_outputs(
@@ -114,7 +114,7 @@ def head_outputs(
         hidden_NH, head.weight, head.bias, targets_N, gather_ids_NK, head, request
     )
     if more:
-        outputs = tuple(None if each is None else each[:num_tokens] for each in outputs)
+        outputs = tuple(None if output is None else output[:num_tokens] for output in outputs)
     return HeadOutputs(**dict(zip(HEAD_OUTPUTS, outputs, strict=True)))
 
 
@@ -142,16 +142,16 @@ def any_head_outputs(
 
     for start in range(0, max(len(targets_N), 1), size):
         span = slice(start, start + size)
-        found = checkpoint(
+        outputs = checkpoint(
             part, hidden_NH[span], targets_N[span], ids_NK[span], use_reentrant=False, preserve_rng_state=False
         )
-        parts.append(HeadOutputs(**dict(zip(HEAD_OUTPUTS, found, strict=True))))
+        parts.append(HeadOutputs(**dict(zip(HEAD_OUTPUTS, outputs, strict=True))))
 
-    def joined(name: str, wanted: bool) -> Tensor | None:
-        return torch.cat([getattr(each, name) for each in parts]) if wanted else None
+    def joined(name: str, requested: bool) -> Tensor | None:
+        return torch.cat([getattr(part, name) for part in parts]) if requested else None
 
     return HeadOutputs(
-        logprobs_N=torch.cat([each.logprobs_N for each in parts]),
+        logprobs_N=torch.cat([part.logprobs_N for part in parts]),
         entropy_N=joined("entropy_N", request.entropy),
         topk_logprobs_NK=joined("topk_logprobs_NK", request.topk > 0),
         topk_ids_NK=joined("topk_ids_NK", request.topk > 0),
@@ -240,17 +240,17 @@ class _Compared(torch.autograd.Function):
         if factor is None:
             factor = grad_N.new_ones(())
             _, ctx.gradients = _compare(ctx, hidden_NH, other_hidden_NH, grad_N)
-        found = [None if each is None else each.mul_(factor) for each in ctx.gradients]
+        gradients = [None if gradient is None else gradient.mul_(factor) for gradient in ctx.gradients]
         ctx.gradients = ()
-        return (*found, None, None, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None, None)
 
 
 def _multiple(grad_N: Tensor, weights_N: Tensor) -> Tensor | None:
     """Factor with which the weights equal the upstream gradient; None if there is none."""
     if not len(grad_N):
         return grad_N.new_ones(())
-    at = weights_N.abs().argmax()
-    factor = grad_N[at] / weights_N[at]
+    position = weights_N.abs().argmax()
+    factor = grad_N[position] / weights_N[position]
     same = torch.isfinite(factor) & ((grad_N - factor * weights_N).abs().max() <= 1e-6 * grad_N.abs().max())
     return factor if bool(same) else None
 
@@ -262,7 +262,7 @@ def _compare(
     head: LinearHead
     shards: VocabularyShards
     head, other, function, request, shards = ctx.rest
-    wants_hidden, wants_weight, wants_bias = (upstream_N is not None and each for each in ctx.needs_input_grad[:3])
+    wants_hidden, wants_weight, wants_bias = (upstream_N is not None and needed for needed in ctx.needs_input_grad[:3])
     size, num_tokens = request.chunk(len(head.weight), hidden_NH.device), len(hidden_NH)
     grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden and not 0 < num_tokens <= size else None
     grad_weight_VH = torch.zeros_like(head.weight) if wants_weight and not num_tokens else None
@@ -324,7 +324,7 @@ def write_head(head: LinearHead, path: Path) -> None:
     tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = {"scale": repr(head.scale), "softcap": repr(head.softcap)}
-    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata=numbers)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=numbers)
 
 
 def read_head(path: str, device: torch.device) -> LinearHead:
@@ -367,15 +367,18 @@ def first_choice(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     if logits_CV.device.type != "cpu" or vocab_size < MANY_COLUMNS:
         best = logits_CV.max(dim=1)
         return best.values, best.indices
-    whole = vocab_size - vocab_size % block
-    blocks_CBb = logits_CV[:, :whole].view(len(logits_CV), whole // block, block)
+    num_blocked = vocab_size - vocab_size % block
+    blocks_CBb = logits_CV[:, :num_blocked].view(len(logits_CV), num_blocked // block, block)
     at_C = blocks_CBb.amax(dim=2).argmax(dim=1)
     best_C, ids_C = blocks_CBb[torch.arange(len(at_C)), at_C].max(dim=1)
     ids_C += at_C * block
-    if whole < vocab_size:
-        rest = logits_CV[:, whole:].max(dim=1)
+    if num_blocked < vocab_size:
+        rest = logits_CV[:, num_blocked:].max(dim=1)
         later_C = rest.values > best_C
-        best_C, ids_C = torch.where(later_C, rest.values, best_C), torch.where(later_C, rest.indices + whole, ids_C)
+        best_C, ids_C = (
+            torch.where(later_C, rest.values, best_C),
+            torch.where(later_C, rest.indices + num_blocked, ids_C),
+        )
     return best_C, ids_C
 
 
@@ -395,7 +398,7 @@ class _ChunkedHead(torch.autograd.Function):
         size = request.chunk(vocab_size, hidden_NH.device)
         needs_grad = any(ctx.needs_input_grad[:3])
         most_kept = kept_tokens(vocab_size, request.chunk_tokens) if needs_grad and not head.softcap else 0
-        kept: list[Tensor] = []
+        kept_logp: list[Tensor] = []
         chosen: list[Tensor] = []
         entropies: list[Tensor] = []
         tops: list[tuple[Tensor, Tensor]] = []
@@ -411,7 +414,7 @@ class _ChunkedHead(torch.autograd.Function):
             if gather_ids_NK is not None:
                 gathered.append(logp_CV.gather(1, gather_ids_NK[span]))
             if start + len(logp_CV) <= most_kept:
-                kept.append(logp_CV)
+                kept_logp.append(logp_CV)
             del logp_CV  # before the next chunk's logits exist
         # Without any token the logprobs remain differentiable, because ranks that share a model run the backward pass
         # together. Outputs that are not requested are None: tensors would cost as much as a small product.
@@ -434,7 +437,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N, gather_ids_NK)
-        ctx.head, ctx.request, ctx.kept = head, request, kept
+        ctx.head, ctx.request, ctx.kept = head, request, kept_logp
         return logprobs_N, entropy_N, top_NK, ids_NK, gathered_NK
 
     @staticmethod
@@ -458,12 +461,12 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden and not 0 < num_tokens <= size else None
         grad_weight_VH: Tensor | None = None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
-        for at, start in enumerate(range(0, num_tokens, size)):
+        for chunk_index, start in enumerate(range(0, num_tokens, size)):
             span = slice(start, start + size)
             slope_CV: Tensor | None = None
-            if at < len(ctx.kept):
-                logp_CV = ctx.kept[at]
-                ctx.kept[at] = None
+            if chunk_index < len(ctx.kept):
+                logp_CV = ctx.kept[chunk_index]
+                ctx.kept[chunk_index] = None
             else:
                 logits_CV = head.logits(hidden_NH[span])
                 if head.softcap:
@@ -515,7 +518,7 @@ def _log_softmax(logits_CV: Tensor, temperature: float, entropy: bool) -> tuple[
 def _entropies(logp_CV: Tensor) -> Tensor:
     """Entropies of a chunk. To be called when its logits are freed."""
     rows = max(1, -(-len(logp_CV) // ENTROPY_PARTS))
-    return torch.cat([_entropy(each) for each in torch.split(logp_CV, rows)])
+    return torch.cat([_entropy(part_CV) for part_CV in torch.split(logp_CV, rows)])
 
 
 def _compiled(logits_CV: Tensor) -> bool:

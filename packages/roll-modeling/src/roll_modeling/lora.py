@@ -97,7 +97,7 @@ def add_adapters(model: PreTrainedModel, spec: ModelSpec, *, device: str = "cpu"
     base_digest = ""
     if spec.lora.load_in_4bit:
         # Of copies: memory that numpy has read cannot be offloaded.
-        base_digest = weights_digest((name, each.detach().clone()) for name, each in model.named_parameters())
+        base_digest = weights_digest((name, parameter.detach().clone()) for name, parameter in model.named_parameters())
         frozen = target_layers(model, replace(spec.lora, targets=("all-linear",)), extra)
         quantize_linears(model, frozen, device)
         moved(model, device)
@@ -146,24 +146,24 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers = [each for each in model.modules() if isinstance(each, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    layers = [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
     if not layers:
         raise UnsupportedError(f"{type(model).__name__} has no adapters that outputs of the base model could leave out")
     with _keeping_gradient_flags(model):
-        for each in layers:
-            each.enable_adapters(False)
+        for layer in layers:
+            layer.enable_adapters(False)
     try:
         yield
     finally:
         with _keeping_gradient_flags(model):
-            for each in layers:
-                each.enable_adapters(True)
+            for wrapper in layers:
+                wrapper.enable_adapters(True)
 
 
 @contextmanager
 def _keeping_gradient_flags(model: nn.Module) -> Iterator[None]:
     """Restore `requires_grad` on exit: peft freezes disabled adapters, and FSDP2 keeps the flags of its first pass."""
-    flags = [(each, each.requires_grad) for each in model.parameters()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     yield
     for parameter, flag in flags:
         parameter.requires_grad_(flag)
@@ -188,14 +188,14 @@ class Adapters:
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name: A, B and magnitudes of every target, and the copies of extra modules."""
-        return {name: each for name, each in self.model.named_parameters() if _is_adapter(name)}
+        return {name: parameter for name, parameter in self.model.named_parameters() if _is_adapter(name)}
 
     def initial_factors(self) -> dict[str, Tensor]:
         """Initial A `[R, I]` of every target by name, equal to those of `add_adapters`.
 
         For strategies that store the parameters elsewhere, while `model` is on the device `meta`.
         """
-        found: dict[str, Tensor] = {}
+        factors: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._spec.seed)
             for name, a_RI in self.trained().items():
@@ -205,8 +205,8 @@ class Adapters:
                     layer = nn.Linear(a_RI.shape[1], a_RI.shape[0], bias=False)
                     nn.Linear(b_OR.shape[1], b_OR.shape[0], bias=False)
                     nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5))
-                    found[name] = layer.weight.detach()
-        return found
+                    factors[name] = layer.weight.detach()
+        return factors
 
     @torch.no_grad()
     def merged(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
@@ -231,9 +231,9 @@ class Adapters:
                 yield base_name(name), full(copied).detach()
             elif owner := self._owner(name):
                 factors = {
-                    symbol: full(parameters[f"{owner}.{each}"])
-                    for each, symbol in FACTORS.items()
-                    if f"{owner}.{each}" in parameters
+                    symbol: full(parameters[f"{owner}.{factor}"])
+                    for factor, symbol in FACTORS.items()
+                    if f"{owner}.{factor}" in parameters
                 }
                 yield base_name(name), self._merge(dequantized(full(parameter), states.get(name)), owner, factors)
             else:
@@ -254,26 +254,26 @@ class Adapters:
             )
         for name, parameter in trained.items():
             path, _, side = name.rpartition(".lora_")
-            whole = full(parameter).detach()
+            tensor = full(parameter).detach()
             if side.startswith("B"):
-                whole = whole * self.model.get_submodule(path).scaling[ADAPTER]
-            yield name.replace(f".{ADAPTER}.", "."), whole
+                tensor = tensor * self.model.get_submodule(path).scaling[ADAPTER]
+            yield name.replace(f".{ADAPTER}.", "."), tensor
 
     def state_dict(self, full: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
         """Merged weights and the model's buffers under transformers' names. Tied weights appear once."""
         persistent = self.model.state_dict().keys()
-        buffers = {name: each for name, each in self.model.named_buffers() if name in persistent}
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
         return dict(self.merged(full)) | {
-            base_name(name): each for name, each in buffers.items() if not _is_adapter(name)
+            base_name(name): buffer for name, buffer in buffers.items() if not _is_adapter(name)
         }
 
     def _owner(self, name: str) -> str:
         """Path of the layer of peft that adapts the base parameter `name`; empty if there is none."""
-        owner, found, kind = name.rpartition(".base_layer.")
+        owner, separator, kind = name.rpartition(".base_layer.")
         # The layers of fused experts are nested, each with one parameter.
-        while found and getattr(self.model.get_submodule(owner), "parameter_name", "weight") != kind:
-            owner, found, _ = owner.rpartition(".base_layer")
-        return owner if found else ""
+        while separator and getattr(self.model.get_submodule(owner), "parameter_name", "weight") != kind:
+            owner, separator, _ = owner.rpartition(".base_layer")
+        return owner if separator else ""
 
     def _merge(self, weight: Tensor, owner: str, factors: Mapping[str, Tensor]) -> Tensor:
         """`weight` with the adapter of the layer at `owner`; `factors` are whole tensors, by their symbols."""
@@ -297,8 +297,8 @@ class Adapters:
         `load_in_4bit`, it is that of the unquantized weights.
         """
         if not self._base_digest:
-            base = {name: each for name, each in self.model.named_parameters() if not _is_adapter(name)}
-            self._base_digest = weights_digest((base_name(name), full(each)) for name, each in base.items())
+            base = {name: parameter for name, parameter in self.model.named_parameters() if not _is_adapter(name)}
+            self._base_digest = weights_digest((base_name(name), full(parameter)) for name, parameter in base.items())
         return {BASE: self._base_digest} | lora_identity(self.lora)
 
     def check_identity(self, saved: Mapping[str, Any] | None, here: Mapping[str, Any], place: object) -> None:
@@ -310,7 +310,9 @@ class Adapters:
         if saved.get(BASE) != here[BASE] and saved.get("load_in_4bit") == here.get("load_in_4bit"):
             source = self._spec.path or "the model of random_init"
             raise CheckpointError(f"{place}: its adapters were trained on a base model other than {source}")
-        others = [", ".join(f"{key} {value}" for key, value in each.items() if key != BASE) for each in (saved, here)]
+        others = [
+            ", ".join(f"{key} {value}" for key, value in identity.items() if key != BASE) for identity in (saved, here)
+        ]
         raise CheckpointError(
             f"{place}: its adapters have {others[0]}, and this role's {others[1]}: set lora_rank, lora_alpha and"
             " load_in_4bit of model_args to the saved values"
@@ -355,8 +357,8 @@ class Adapters:
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         self._config.save_pretrained(path, auto_mapping_dict=None if self._config.task_type else mapping)
         tensors = {
-            f"{PREFIX}{stored_name(name)}": each.detach().to("cpu", copy=True).contiguous()
-            for name, each in (self.trained() if state is None else state).items()
+            f"{PREFIX}{stored_name(name)}": parameter.detach().to("cpu", copy=True).contiguous()
+            for name, parameter in (self.trained() if state is None else state).items()
         }
         save_file(tensors, path / ADAPTERS, metadata={"format": "pt"})
         if not self._spec.library:
@@ -367,17 +369,17 @@ class Adapters:
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
     """Digest of a model's names and bytes, in this order."""
-    listed = [f"{name} {digest(each)}" for name, each in weights]
+    listed = [f"{name} {digest(tensor)}" for name, tensor in weights]
     return digest(torch.frombuffer(bytearray("\n".join(listed).encode()), dtype=torch.uint8))
 
 
 def lora_identity(lora: LoraSpec) -> dict[str, Any]:
     """Values of `lora` that saved adapters must have too: those that determine the scales of B A and the weights W."""
-    found: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha}
+    identity: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha}
     for key in ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "load_in_4bit"):
         if value := getattr(lora, key):
-            found[key] = dict(value) if isinstance(value, Mapping) else value
-    return found
+            identity[key] = dict(value) if isinstance(value, Mapping) else value
+    return identity
 
 
 def base_name(name: str) -> str:
@@ -392,7 +394,7 @@ def stored_name(name: str) -> str:
 
 
 def _is_adapter(name: str) -> bool:
-    return any(name.endswith(f".{each}") for each in FACTORS) or f".modules_to_save.{ADAPTER}." in name
+    return any(name.endswith(f".{factor}") for factor in FACTORS) or f".modules_to_save.{ADAPTER}." in name
 
 
 def _not_served(lora: LoraSpec) -> str:
@@ -442,7 +444,7 @@ def _is_linear(layer: nn.Module, known: dict[type[nn.Module], bool]) -> bool:
         return isinstance(layer, (nn.Linear, Conv1D))
     if kind not in known:
         with torch.random.fork_rng(devices=[]):
-            weights = {name: torch.randn(each.shape) for name, each in layer.named_parameters()}
+            weights = {name: torch.randn(parameter.shape) for name, parameter in layer.named_parameters()}
             inputs = torch.randn(1, layer.in_features)
         try:
             outputs = functional_call(layer, weights, (inputs,))
@@ -460,13 +462,15 @@ def _passed_to_kernel(parent: nn.Module, path: str) -> bool:
 
 def _extra_modules(model: PreTrainedModel, spec: ModelSpec) -> list[str]:
     """Paths of the modules that are trained in full."""
-    modules = {path: each for path, each in model.named_modules() if path and next(each.parameters(), None) is not None}
-    wanted = spec.lora.extra_modules if spec.lora is not None else ()
-    found = [path for name in wanted for path in _named(name, modules, model, "additional_target")]
+    modules = {
+        path: module for path, module in model.named_modules() if path and next(module.parameters(), None) is not None
+    }
+    names = spec.lora.extra_modules if spec.lora is not None else ()
+    paths = [path for name in names for path in _named(name, modules, model, "additional_target")]
     if spec.task in ("value", "reward"):
         head = scalar_head(model)
-        found.append(next(path for path, each in modules.items() if each is head))
-    return list(dict.fromkeys(found))
+        paths.append(next(path for path, module in modules.items() if module is head))
+    return list(dict.fromkeys(paths))
 
 
 def target_layers(
@@ -480,44 +484,44 @@ def target_layers(
     """
     layers = _linear_layers(model)
     if lora.targets != ("all-linear",):
-        layers |= {path: each for path, each in model.named_modules() if isinstance(each, nn.Embedding)}
+        layers |= {path: module for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
     if library is None:
-        trained = {id(each) for part in text_parts(model) for each in part.modules()}
-        layers = {path: each for path, each in layers.items() if id(each) in trained}
+        trained = {id(module) for part in text_parts(model) for module in part.modules()}
+        layers = {path: layer for path, layer in layers.items() if id(layer) in trained}
     if lora.targets == ("all-linear",):
         if library is not None:
-            inside = {id(each) for block in library.blocks(model) for each in block.modules()}
+            inside = {id(module) for block in library.blocks(model) for module in block.modules()}
         else:
             head = model.get_output_embeddings()
             inside = {
-                id(each) for path, each in layers.items() if each is not head and "indexer" not in path.split(".")
+                id(layer) for path, layer in layers.items() if layer is not head and "indexer" not in path.split(".")
             }
-        return [path for path, each in layers.items() if id(each) in inside and not _within(path, extra)]
+        return [path for path, layer in layers.items() if id(layer) in inside and not _within(path, extra)]
     if isinstance(lora.targets, str):
-        found = [path for path in layers if re.fullmatch(lora.targets, path)]
-        if not found:
+        paths = [path for path in layers if re.fullmatch(lora.targets, path)]
+        if not paths:
             raise ModelError(
                 f"lora_target: the regular expression {lora.targets!r} matches the whole path of no linear layer or"
                 f" embedding of {type(model).__name__}; their paths are like {next(iter(layers), 'none')}"
             )
     else:
-        found = list(
+        paths = list(
             dict.fromkeys(path for name in lora.targets for path in _named(name, layers, model, "lora_target"))
         )
-    both = [path for path in found if _within(path, extra)]
+    both = [path for path in paths if _within(path, extra)]
     if both:
         raise ModelError(
             f"lora_target and additional_target both select {both[0]}: a layer has an adapter or is trained in full"
         )
-    return found
+    return paths
 
 
 def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key: str) -> list[str]:
     """Paths that equal `name` or end in it. Raises `ModelError` if there is none."""
-    found = [path for path in modules if path == name or path.endswith(f".{name}")]
-    if found:
-        return found
-    others = [each for path, each in model.named_modules() if path == name or path.endswith(f".{name}")]
+    paths = [path for path in modules if path == name or path.endswith(f".{name}")]
+    if paths:
+        return paths
+    others = [module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")]
     if others:
         kind = type(others[0])
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
@@ -536,13 +540,15 @@ def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key
 def _target_parameters(model: PreTrainedModel, lora: LoraSpec) -> list[str]:
     """Names of the parameters that `lora.parameters` selects. Raises `ModelError`, naming the nearest ones."""
     known = {
-        name: each
+        name: parameter
         for path, module in model.named_modules()
         if path and not isinstance(module, (nn.Linear, nn.Embedding))
-        for name, each in ((f"{path}.{name}", each) for name, each in module.named_parameters(recurse=False))
-        if each.ndim == 3
+        for name, parameter in (
+            (f"{path}.{name}", parameter) for name, parameter in module.named_parameters(recurse=False)
+        )
+        if parameter.ndim == 3
     }
-    found: list[str] = []
+    targets: list[str] = []
     for target in lora.parameters:
         names = [name for name in known if name == target or name.endswith(f".{target}")]
         if not names:
@@ -551,8 +557,8 @@ def _target_parameters(model: PreTrainedModel, lora: LoraSpec) -> list[str]:
                 f"target_parameters: {type(model).__name__} has no parameter {target!r} with a matrix for each expert;"
                 f" {hint}"
             )
-        found += names
-    return list(dict.fromkeys(found))
+        targets += names
+    return list(dict.fromkeys(targets))
 
 
 def _check_patterns(lora: LoraSpec, paths: Sequence[str]) -> None:
@@ -574,14 +580,14 @@ def _known(modules: Iterable[str]) -> str:
 
 
 def _within(path: str, others: Iterable[str]) -> bool:
-    return any(path == each or path.startswith(f"{each}.") for each in others)
+    return any(path == path_of_other or path.startswith(f"{path_of_other}.") for path_of_other in others)
 
 
 def _refuse_tied(model: PreTrainedModel, paths: Iterable[str]) -> None:
     """Raise `ModelError` for tied weights, which an adapter or a copy would untie."""
-    owners = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for path in paths:
-        if any(owners[id(each)] > 1 for each in model.get_submodule(path).parameters()):
+        if any(owners[id(parameter)] > 1 for parameter in model.get_submodule(path).parameters()):
             raise ModelError(
                 f"{path} shares its weight with another module of {type(model).__name__} (tie_word_embeddings):"
                 " changing one would untie them; leave it out of lora_target and additional_target"

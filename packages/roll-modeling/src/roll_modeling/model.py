@@ -52,8 +52,8 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> PreTrainedModel:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = _random_model(config, spec) if spec.random_init is not None else _stored_model(config, spec)
-    if (own := tokenizer or _own_tokenizer(spec)) is not None:
-        _set_token_ids(model, own, spec)
+    if (model_tokenizer := tokenizer or _own_tokenizer(spec)) is not None:
+        _set_token_ids(model, model_tokenizer, spec)
     return moved(model, device).eval()
 
 
@@ -112,12 +112,12 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
             model: PreTrainedModel = auto.from_config(
                 config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
             )
-        for _, each in kept_in_float32(model, chain(model.named_parameters(), model.named_buffers())):
-            each.data = each.data.float()
+        for _, parameter in kept_in_float32(model, chain(model.named_parameters(), model.named_buffers())):
+            parameter.data = parameter.data.float()
         if model.can_generate() and (Path(spec.path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
-    if (own := tokenizer or _own_tokenizer(spec)) is not None:
-        _set_token_ids(model, own, spec)
+    if (model_tokenizer := tokenizer or _own_tokenizer(spec)) is not None:
+        _set_token_ids(model, model_tokenizer, spec)
     return model.eval()
 
 
@@ -178,7 +178,7 @@ def text_parts(model: PreTrainedModel) -> list[nn.Module]:
     if model.config.get_text_config() is model.config:
         return [model]
     heads = getattr(model, "score", None), model.get_output_embeddings()
-    return [model.get_decoder(), *(each for each in heads if each is not None)]
+    return [model.get_decoder(), *(head for head in heads if head is not None)]
 
 
 def end_token_ids(
@@ -291,7 +291,7 @@ def _refuse_unknown(
 ) -> None:
     """Raise `ModelError` for unknown keys. transformers silently keeps and ignores them, which would hide typos."""
     fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
-    known = {each.name for each in fields}
+    known = {field.name for field in fields}
     known |= set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
     known |= LEGACY_KEYS | set(present)
     for key in keys:
@@ -307,10 +307,10 @@ def _check_sizes(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
         value = getattr(config, name, None)
         return value if isinstance(value, int) else None
 
-    for each in layer_configs(config):
+    for layer in layer_configs(config):
         names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        hidden, heads, kv_heads = (size(name, each) for name in names)
-        if hidden and heads and not size("head_dim", each) and hidden % heads:
+        hidden, heads, kv_heads = (size(name, layer) for name in names)
+        if hidden and heads and not size("head_dim", layer) and hidden % heads:
             raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         if heads and kv_heads and heads % kv_heads:
             raise ModelError(
@@ -357,11 +357,11 @@ def _loaded_with_images(config: PreTrainedConfig) -> bool:
         return False
     if type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
-    whole: type[PreTrainedModel] = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    if whole.__name__ not in (config.architectures or ()):
+    full_class: type[PreTrainedModel] = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    if full_class.__name__ not in (config.architectures or ()):
         return False
     with torch.device("meta"):
-        model = whole(copy.deepcopy(config))
+        model = full_class(copy.deepcopy(config))
     return model.base_model is not model
 
 
@@ -427,9 +427,9 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters to `dtype`, except those that the architecture keeps in float32. Buffers are unchanged."""
     if dtype == torch.float32:
         return
-    kept = {name for name, _ in kept_in_float32(model, model.named_parameters())}
+    float32_names = {name for name, _ in kept_in_float32(model, model.named_parameters())}
     for name, parameter in model.named_parameters():
-        if name not in kept:
+        if name not in float32_names:
             parameter.data = parameter.data.to(dtype)
     config = getattr(model, "config", None)
     if config is not None:
@@ -438,8 +438,8 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 def kept_in_float32(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Select the tensors that the architecture keeps in float32 for every model dtype."""
-    keep = tuple(f".{each}." for each in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    return ((name, each) for name, each in named if any(part in f".{name}." for part in keep))
+    keep = tuple(f".{module}." for module in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return ((name, tensor) for name, tensor in named if any(part in f".{name}." for part in keep))
 
 
 def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
@@ -520,7 +520,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known keys are for example {', '.join(names[:8])}"
 
 
-def _line(error: BaseException, at: int) -> str:
+def _line(error: BaseException, index: int) -> str:
     """The first (0) or last (-1) line of a message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[at] if lines else type(error).__name__
+    return lines[index] if lines else type(error).__name__

@@ -84,7 +84,7 @@ class ModelTable:
 
     def versions(self) -> str:
         """The versions with which the file was made."""
-        return ", ".join(f"{name} {each}" for name, each in self.made_with.items())
+        return ", ".join(f"{name} {release}" for name, release in self.made_with.items())
 
 
 @cache
@@ -122,7 +122,7 @@ def check_buildable(keys: Mapping[str, Any], *kinds: str) -> str | None:
     model_type, facts = _known_type(keys), _facts()
     if not model_type or not facts.types:
         return None
-    known = [name for name, each in facts.types.items() if set(kinds) & set(each["builds"].split())]
+    known = [name for name, facts_of_type in facts.types.items() if set(kinds) & set(facts_of_type["builds"].split())]
     if model_type in known:
         return None
     close = difflib.get_close_matches(model_type, known, 1)
@@ -182,7 +182,7 @@ def check_lora(keys: Mapping[str, Any], package: str, targets: object) -> str | 
 
 def joined(*warnings: str | None) -> str | None:
     """The warnings as one; None if there are none."""
-    return "; ".join(dict.fromkeys(each for each in warnings if each)) or None
+    return "; ".join(dict.fromkeys(warning for warning in warnings if warning)) or None
 
 
 def untrained(keys: Mapping[str, Any]) -> str | None:
@@ -259,9 +259,9 @@ def num_experts(keys: Mapping[str, Any]) -> int:
     """Number of routed experts per layer, which may be the default of the `model_type`; 0 for other models."""
     text = keys.get("text_config")
     keys = {**keys, **text} if isinstance(text, dict) else keys
-    given = [keys[name] for name in NUMBER_OF_EXPERTS if name in keys]
+    counts = [keys[name] for name in NUMBER_OF_EXPERTS if name in keys]
     default = _facts().types.get(str(keys.get("model_type")), {}).get("experts", 0)
-    return int((next(filter(None, given), 0) if given else default) or 0)
+    return int((next(filter(None, counts), 0) if counts else default) or 0)
 
 
 def _known_type(keys: Mapping[str, Any]) -> str:

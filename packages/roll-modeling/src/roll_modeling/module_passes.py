@@ -61,10 +61,10 @@ class ModulePasses:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._meet(CALLS + torch.is_grad_enabled())
             self._failed = True  # the other ranks cannot learn of an error in the middle of a call
-            found = forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
             self._failed = False
-            self._outputs += [each for each in tree_leaves(found) if getattr(each, "requires_grad", False)]
-            return found
+            self._outputs += [leaf for leaf in tree_leaves(result) if getattr(leaf, "requires_grad", False)]
+            return result
 
         return call
 
@@ -86,7 +86,7 @@ class ModulePasses:
         """Run a program for each batch, without gradients. Idle batches are computed immediately."""
         for idle in self._idle(batches):
             self._run(module, idle, program)
-        return (self._run(module, each, program) for each in batches)
+        return (self._run(module, batch, program) for batch in batches)
 
     @torch.no_grad()
     def _run(self, module: StrategyModule, batch: ModuleBatch, program: ModuleProgram) -> Mapping[str, Tensor]:
@@ -106,29 +106,29 @@ class ModulePasses:
         """
         idle = self._idle(batches)
         losses = PendingLosses(module.device, self._group)
-        for at, (batch, moved) in enumerate(moved_ahead((*idle, *batches), module.device)):
+        for index, (batch, moved) in enumerate(moved_ahead((*idle, *batches), module.device)):
             self._outputs = []
-            own: Tensor | None = None
+            own_loss: Tensor | None = None
             try:
-                found = self._together(partial(loss, module, moved))
-                if at >= len(idle):
-                    own = found.loss
-                    losses.add_rows(found, batch)
+                output = self._together(partial(loss, module, moved))
+                if index >= len(idle):
+                    own_loss = output.loss
+                    losses.add_rows(output, batch)
             except NonFiniteError as raised:
                 losses.fail(raised)
             # The sum over no elements: a loss of 0 with gradients of 0, also for outputs that are not finite.
-            total = sum((each.flatten()[:0].sum() for each in self._outputs), torch.zeros((), device=module.device))
-            total = total if own is None else total + own
+            total = sum((output.flatten()[:0].sum() for output in self._outputs), torch.zeros((), device=module.device))
+            total = total if own_loss is None else total + own_loss
             self._outputs = []
             if total.requires_grad:
-                backward(total, at == len(idle) + len(batches) - 1)
+                backward(total, index == len(idle) + len(batches) - 1)
         return losses.read()
 
     def _together(self, compute: Callable[[], Found]) -> Found:
         """What a program returns for one batch. Raises `ContractError` unless all ranks' programs end."""
         self._failed = False
         try:
-            found = compute()
+            result = compute()
         except NonFiniteError:
             self._meet(ENDS)
             raise
@@ -136,7 +136,7 @@ class ModulePasses:
             self._tell_failure()
             raise
         self._meet(ENDS)
-        return found
+        return result
 
     def _tell_failure(self) -> None:
         with suppress(ContractError):
@@ -170,4 +170,4 @@ class ModulePasses:
 
 
 def _one_row(batch: ModuleBatch) -> ModuleBatch:
-    return replace(batch, ids=batch.ids[:1], tensors={name: each[:1] for name, each in batch.tensors.items()})
+    return replace(batch, ids=batch.ids[:1], tensors={name: tensor[:1] for name, tensor in batch.tensors.items()})

@@ -33,12 +33,12 @@ def model_library(spec: ModelSpec) -> ModelLibrary | None:
     if not spec.library:
         return None
     try:
-        found: Any = pkgutil.resolve_name(spec.library)
+        library: Any = pkgutil.resolve_name(spec.library)
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(f"library {spec.library!r} cannot be imported: {error}; expected 'module:class'") from error
-    if not (isinstance(found, type) and issubclass(found, ModelLibrary)):
+    if not (isinstance(library, type) and issubclass(library, ModelLibrary)):
         raise ModelError(f"library {spec.library!r} is not a subclass of {ModelLibrary.__module__}.ModelLibrary")
-    return found()
+    return library()
 
 
 def load_module(library: ModelLibrary, spec: ModelSpec, *, device: str = "cpu") -> nn.Module:

@@ -64,17 +64,17 @@ class Offloader:
         """
         if part in self._offloaded:
             return
-        found = [storage for storage in storages(tensors) if self._can_offload(storage)]
+        moved = [storage for storage in storages(tensors) if self._can_offload(storage)]
         dropped = [storage for storage in storages(scratch) if self._can_offload(storage)]
-        if part == "grads" and found:
-            nonzero = torch.stack([_as_numbers(storage).any() for storage in found]).tolist()
-            dropped += [storage for storage, copied in zip(found, nonzero, strict=True) if not copied]
-            found = [storage for storage, copied in zip(found, nonzero, strict=True) if copied]
+        if part == "grads" and moved:
+            nonzero = torch.stack([_as_numbers(storage).any() for storage in moved]).tolist()
+            dropped += [storage for storage, copied in zip(moved, nonzero, strict=True) if not copied]
+            moved = [storage for storage, copied in zip(moved, nonzero, strict=True) if copied]
         freed = OffloadedPart(
-            copied=[(storage, storage.nbytes()) for storage in found],
+            copied=[(storage, storage.nbytes()) for storage in moved],
             zeros=[(storage, storage.nbytes()) for storage in dropped],
         )
-        for number, (pieces, complete) in enumerate(_blocks(found)):
+        for number, (pieces, complete) in enumerate(_blocks(moved)):
             block = self._block(part, number, sum(len(piece) for piece in pieces))
             if self._on_host:
                 torch.cat(pieces, out=block)
@@ -84,7 +84,7 @@ class Offloader:
                 block.copy_(pieces[0] if len(pieces) == 1 else torch.cat(pieces), non_blocking=True)
         self._offloaded[part] = freed
         self._wait()  # memory that another stream allocated may be reused there as soon as it is freed
-        for storage in (*found, *dropped):
+        for storage in (*moved, *dropped):
             storage.resize_(0)
         release_cached(self._device)
 
@@ -138,18 +138,18 @@ class Offloader:
         return storage.device.type == self._device.type and storage.resizable()
 
 
-def _blocks(found: Sequence[UntypedStorage]) -> Iterator[tuple[list[Tensor], list[UntypedStorage]]]:
+def _blocks(sources: Sequence[UntypedStorage]) -> Iterator[tuple[list[Tensor], list[UntypedStorage]]]:
     """The storages' bytes in order, in blocks of equal size: views of them, and the storages that end there.
 
     A block is at most an eighth of all bytes, because a device needs as much memory to join the pieces. Its size is a
     power of two, to which torch rounds pinned memory up.
     """
-    total = sum(storage.nbytes() for storage in found)
+    total = sum(storage.nbytes() for storage in sources)
     block_bytes = min(BLOCK_BYTES, 1 << max(total.bit_length() - 4, 0))
     pieces: list[Tensor] = []
     complete: list[UntypedStorage] = []
     room = block_bytes
-    for storage in found:
+    for storage in sources:
         rest = _as_numbers(storage)
         while len(rest):
             pieces.append(rest[:room])
@@ -171,8 +171,8 @@ def _as_numbers(storage: UntypedStorage) -> Tensor:
 def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     """Distinct storages of `tensors`, which may be views of one buffer."""
     seen: set[int] = set()
-    for each in tensors:
-        storage = each.untyped_storage()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             yield storage
@@ -215,7 +215,7 @@ def release_pinned(device: torch.device) -> None:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Total size of the storages of `tensors`, in bytes."""
-    return sum(each.nbytes() for each in storages(tensors))
+    return sum(storage.nbytes() for storage in storages(tensors))
 
 
 def keep_freed_memory() -> None:

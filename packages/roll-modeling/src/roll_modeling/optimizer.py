@@ -135,7 +135,7 @@ def schedule(training: TrainingSpec) -> Callable[[int], float]:
         known = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters.keys() - OWN_ARGUMENTS
         if unknown := kwargs.keys() - known:  # transformers ignores them for some schedules
             raise ValueError(f"{min(unknown)} is unknown, expected {' or '.join(sorted(known)) or 'none'}")
-        found = get_scheduler(
+        scheduler = get_scheduler(
             name,
             probe,
             num_warmup_steps=training.warmup_steps,
@@ -144,7 +144,7 @@ def schedule(training: TrainingSpec) -> Callable[[int], float]:
         )
     except ValueError as error:
         raise UnsupportedError(f"lr_scheduler_type {name} with lr_scheduler_kwargs {kwargs}: {error}") from error
-    factor: Callable[[int], float] = found.lr_lambdas[0]
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return factor
 
 
@@ -153,13 +153,13 @@ def move_averages(averages: Sequence[Tensor], masters: Sequence[Tensor], trainin
     """Moving average after optimizer step `step`, in place: `average = d × average + (1 - d) × master`."""
     if averages:
         weight = 1 - average_decay(training, step)
-        torch._foreach_lerp_(list(averages), [each.detach() for each in masters], weight)
+        torch._foreach_lerp_(list(averages), [parameter.detach() for parameter in masters], weight)
 
 
 @torch.no_grad()
 def exchange(some: Iterable[Tensor], others: Iterable[Tensor]) -> None:
     """Exchange the content of tensors of equal shapes, pair by pair, in place."""
     for one, other in zip(some, others, strict=True):
-        kept = one.detach().clone()
+        first = one.detach().clone()
         one.data.copy_(other)
-        other.data.copy_(kept)
+        other.data.copy_(first)

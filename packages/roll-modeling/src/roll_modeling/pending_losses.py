@@ -60,8 +60,8 @@ def _tensors(batch: MicroBatch | ModuleBatch) -> Iterator[Tensor]:
         yield from batch.tensors.values()
         return
     yield from batch.streams.values()
-    for each in fields(batch):
-        if isinstance(value := getattr(batch, each.name), torch.Tensor):
+    for field in fields(batch):
+        if isinstance(value := getattr(batch, field.name), torch.Tensor):
             yield value
 
 
@@ -79,20 +79,23 @@ class PendingLosses:
         self._metrics: list[dict[str, Tensor | float]] = []
         self._error: NonFiniteError | None = None
 
-    def add(self, found: LossOutput, error_of: Callable[[float], NonFiniteError]) -> None:
+    def add(self, output: LossOutput, error_of: Callable[[float], NonFiniteError]) -> None:
         """Keep the loss and metrics of a batch. `error_of` makes the error if the loss has this value, not finite."""
-        self._losses.append((found.loss.detach(), error_of))
+        self._losses.append((output.loss.detach(), error_of))
         self._metrics.append(
-            {name: each.detach() if isinstance(each, torch.Tensor) else each for name, each in found.metrics.items()}
+            {
+                name: value.detach() if isinstance(value, torch.Tensor) else value
+                for name, value in output.metrics.items()
+            }
         )
 
-    def add_tokens(self, found: LossOutput, outputs: TokenOutputs, micro: MicroBatch) -> None:
+    def add_tokens(self, output: LossOutput, outputs: TokenOutputs, micro: MicroBatch) -> None:
         """`add` for a microbatch, which may be on the host, with the outputs that the loss read."""
-        self.add(found, partial(non_finite_tokens, outputs=_per_token(outputs), micro=micro))
+        self.add(output, partial(non_finite_tokens, outputs=_per_token(outputs), micro=micro))
 
-    def add_rows(self, found: LossOutput, batch: ModuleBatch) -> None:
+    def add_rows(self, output: LossOutput, batch: ModuleBatch) -> None:
         """`add` for a batch of a module program, which may be on the host."""
-        self.add(found, partial(non_finite_rows, batch=batch))
+        self.add(output, partial(non_finite_rows, batch=batch))
 
     def fail(self, error: NonFiniteError) -> None:
         """Keep an error that a loss raised itself. `read` raises it on every rank."""
@@ -104,15 +107,15 @@ class PendingLosses:
         Raises `NonFiniteError` on every rank if a loss of any rank is not finite.
         """
         scalars = [loss for loss, _ in self._losses]
-        scalars += [each for metrics in self._metrics for each in metrics.values() if self._on_device(each)]
+        scalars += [value for metrics in self._metrics for value in metrics.values() if self._on_device(value)]
         if self._group is not None:
             scalars.append(self._any_failed())
         numbers = iter(self._floats(scalars))
-        for value, (_, error_of) in [(next(numbers), each) for each in self._losses]:
+        for value, (_, error_of) in [(next(numbers), value) for value in self._losses]:
             if self._error is None and not math.isfinite(value):
                 self._error = error_of(value)
         metrics = [
-            {name: next(numbers) if self._on_device(each) else float(each) for name, each in every.items()}
+            {name: next(numbers) if self._on_device(value) else float(value) for name, value in every.items()}
             for every in self._metrics
         ]
         if self._group is None and self._error is not None:
@@ -128,9 +131,9 @@ class PendingLosses:
         """Values of tensors of one element, in one copy, exactly."""
         if not scalars:
             return []
-        exact = torch.float32 if all(each.dtype == torch.float32 for each in scalars) else torch.float64
-        found: list[float] = torch.stack([each.reshape(()).to(self._device, exact) for each in scalars]).tolist()
-        return found
+        exact = torch.float32 if all(scalar.dtype == torch.float32 for scalar in scalars) else torch.float64
+        numbers: list[float] = torch.stack([scalar.reshape(()).to(self._device, exact) for scalar in scalars]).tolist()
+        return numbers
 
     def _any_failed(self) -> Tensor:
         """1 if a loss of any rank is not finite, else 0; on the device. Collective."""
@@ -144,11 +147,11 @@ class PendingLosses:
 
 def _per_token(outputs: TokenOutputs) -> TokenOutputs:
     """Outputs without gradients, `[T]`: sums over the K values of a token, which are finite if all of them are."""
-    found = {each.name: getattr(outputs, each.name) for each in fields(outputs)}
+    values = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
     return TokenOutputs(
         **{
             name: tensor.detach() if tensor.ndim == 1 else tensor.detach().flatten(1).sum(dim=1)
-            for name, tensor in found.items()
+            for name, tensor in values.items()
             if tensor is not None and tensor.is_floating_point()
         }
     )
@@ -161,7 +164,7 @@ def non_finite_tokens(loss: float, outputs: TokenOutputs, micro: MicroBatch) -> 
     """
     micro, outputs = micro.to("cpu"), _per_token(outputs)
     read_T = micro.read_T
-    values_T = {each.name: getattr(outputs, each.name) for each in fields(outputs)}
+    values_T = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
     values_T |= {f"{name}_T": getattr(micro, f"{name}_T") for name in INPUTS if values_T.get(f"{name}_T") is None}
     bad: list[tuple[bool, int, str, float]] = []
     for name, tensor in values_T.items():
@@ -189,7 +192,7 @@ def non_finite_rows(loss: float, batch: ModuleBatch) -> NonFiniteError:
     for name, tensor in batch.to("cpu").tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad_B = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(dim=1)
-            rows = ", ".join(batch.ids[at] for at in bad_B.nonzero()[:, 0].tolist())
+            rows = ", ".join(batch.ids[row] for row in bad_B.nonzero()[:, 0].tolist())
             return NonFiniteError(f"the loss is {loss}: input {name} is not finite in rows {rows}")
     return NonFiniteError(
         f"the loss is {loss} although every input is finite; it came from rows {', '.join(batch.ids)}"

@@ -66,12 +66,12 @@ def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     text = config.get("text_config") or config
     count = text.get("num_nextn_predict_layers") or text.get("num_mtp_layers") or 0
     first = text.get("num_hidden_layers") or 0
-    found: list[str] = []
+    mtp_names: list[str] = []
     for name in names:
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
         if name.startswith("mtp.") or (layer is not None and first <= int(layer[1]) < first + count):
-            found.append(name)
-    return found
+            mtp_names.append(name)
+    return mtp_names
 
 
 def warn_of_mtp(place: str) -> None:
@@ -90,14 +90,14 @@ def warn_of_mtp(place: str) -> None:
     if description is None:
         return
     folder, config = Path(description).parent, json.loads(Path(description).read_text(encoding="utf-8"))
-    found = mtp_tensors(ModelFiles(folder).places, config)
-    if found:
+    names = mtp_tensors(ModelFiles(folder).places, config)
+    if names:
         log.warning(
             "%s: %d tensors of multi-token prediction layers are not loaded (%s, ...). They are not trained, and"
             " exported models lack them: an engine cannot use them for speculative decoding",
             place,
-            len(found),
-            found[0],
+            len(names),
+            names[0],
         )
 
 
@@ -108,7 +108,7 @@ def write_gathered(
     *,
     adapters: Adapters | None,
     exported: Iterable[tuple[str, Tensor]],
-    whole: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor],
     shape_of: Callable[[Tensor], tuple[int, ...]],
     writes: bool,
     library: ModelLibrary | None = None,
@@ -116,31 +116,31 @@ def write_gathered(
     """Write a model that is sharded over ranks, or only its adapters, as a directory that transformers, peft or the
     model's `library` loads.
 
-    `lora_export: adapter` selects the adapters. `exported` and `whole` yield whole tensors and are collective: all
+    `lora_export: adapter` selects the adapters. `exported` and `gather` yield whole tensors and are collective: all
     ranks call this function, and one of them `writes`. Memory holds at most one piece of the model, unless its
     architecture stores several tensors as one, or a library writes it. Raises `UnsupportedError`.
     """
     if library is None:
         check_exportable(model, spec)
     if adapters is not None and adapters.lora.export == "adapter":
-        gathered = ((name, whole(each)) for name, each in adapters.trained().items())
-        state = {name: each.cpu() for name, each in gathered if writes}
+        gathered = ((name, gather(parameter)) for name, parameter in adapters.trained().items())
+        state = {name: part.cpu() for name, part in gathered if writes}
         if writes:
             adapters.export(path, state)
     elif library is not None:
-        state = {name: each.to("cpu", copy=True) for name, each in exported if writes}
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in exported if writes}
         if writes:
             library.write(model, spec, state | _buffers(model), path)
     elif (stored := StoredForm(model, _shapes(model, adapters, shape_of))).is_by_tensor:
         writer = PieceWriter(path) if writes else None
         for name, tensor in chain(_buffers(model).items(), exported):
             if writer is not None:
-                for stored_name, each in stored.of(name, tensor).items():
-                    writer.add(stored_name, each)
+                for stored_name, part in stored.of(name, tensor).items():
+                    writer.add(stored_name, part)
         if writer is not None:
             writer.finish(spec)
     else:
-        state = {name: each.to("cpu", copy=True) for name, each in exported if writes}
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in exported if writes}
         if writes:
             write_model(model, spec, state | _tied(model, state) | _buffers(model), path)
 
@@ -157,12 +157,12 @@ class StoredForm:
         self._model = model
         held = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         stored: Mapping[str, Tensor] = revert_weight_conversion(model, dict(held))
-        self._same = {name for name, each in held.items() if stored.get(name) is each}
+        self._same = {name for name, tensor in held.items() if stored.get(name) is tensor}
         tied: Mapping[str, str] = model.all_tied_weights_keys
         self.is_by_tensor = (
             not model._keys_to_ignore_on_save
             and not any(name in held and source not in held for name, source in tied.items())
-            and self._apart(held) == {name: tuple(each.shape) for name, each in stored.items()}
+            and self._apart(held) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
         )
         """True if the stored form of each tensor is independent of all other tensors."""
 
@@ -172,21 +172,21 @@ class StoredForm:
 
         if name in self._same:
             return {name: tensor}
-        found: Mapping[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
-        return found
+        reverted: Mapping[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
+        return reverted
 
     def _apart(self, held: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]] | None:
         """Names and shapes if each tensor is converted separately; None if one cannot be."""
-        found: dict[str, tuple[int, ...]] = {}
-        for name, each in held.items():
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, tensor in held.items():
             try:
-                parts = self.of(name, each)
+                parts = self.of(name, tensor)
             except Exception:  # conversions are foreign code and may fail without the other tensors of a group
                 return None
-            if found.keys() & parts.keys():
+            if shapes.keys() & parts.keys():
                 return None
-            found |= {key: tuple(part.shape) for key, part in parts.items()}
-        return found
+            shapes |= {key: tuple(part.shape) for key, part in parts.items()}
+        return shapes
 
 
 class PieceWriter:
@@ -207,7 +207,7 @@ class PieceWriter:
         """Write the last piece, the index, config and tokenizer, and give the files their final names."""
         self.pieces.flush()
         parts = self.pieces.files
-        files = [f"model-{at:05d}-of-{len(parts):05d}.safetensors" for at in range(1, len(parts) + 1)]
+        files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
         if len(parts) == 1:
             files = ["model.safetensors"]
         for file, (part, _) in zip(files, parts, strict=True):
@@ -225,8 +225,8 @@ def _shapes(
     """Shapes of all exported tensors, by name."""
     added, states = adapters.trained() if adapters is not None else {}, quant_states(model)
     return {
-        base_name(name): tuple(states[name].shape) if name in states else shape_of(each)
-        for name, each in model.named_parameters()
+        base_name(name): tuple(states[name].shape) if name in states else shape_of(parameter)
+        for name, parameter in model.named_parameters()
         if name not in added
     }
 
@@ -235,10 +235,10 @@ def _tied(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tens
     """Further names of tied tensors, with the exported tensor."""
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
-    names = {name: first.setdefault(id(each), name) for name, each in every}
+    names = {name: first.setdefault(id(parameter), name) for name, parameter in every}
     return {name: state[other] for name, other in names.items() if name != other and other in state}
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Buffers that transformers stores, on the host."""
-    return {name: each.cpu() for name, each in stored_buffers(model).items()}
+    return {name: buffer.cpu() for name, buffer in stored_buffers(model).items()}

@@ -37,7 +37,7 @@ FILE = re.compile(r"state-\d+\.safetensors")
 FORMAT = 1
 FILE_BYTES = 1 << 30
 """Maximum bytes per file. Parameters are not split; a larger one gets a file of its own."""
-KINDS = tuple(each.name for each in fields(ParameterState))
+KINDS = tuple(field.name for field in fields(ParameterState))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +70,11 @@ def write_portable_state(
         held = state.read(name)
         if leads:
             kinds = {kind: _checked(getattr(held, kind), f"{kind} of {name}", shape) for kind in KINDS}
-            files[name] = pieces.add({f"{kind}.{name}": each for kind, each in kinds.items()})
+            files[name] = pieces.add({f"{kind}.{name}": tensor for kind, tensor in kinds.items()})
     if leads:
         pieces.flush()
         if state.buffers:
-            save_file({name: each.cpu().contiguous() for name, each in state.buffers.items()}, folder / BUFFERS)
+            save_file({name: buffer.cpu().contiguous() for name, buffer in state.buffers.items()}, folder / BUFFERS)
         _describe(model, folder / MODEL)
         index = {
             "format": FORMAT,
@@ -90,19 +90,19 @@ def write_portable_state(
 def read_portable_index(folder: Path) -> PortableIndex:
     """Read and validate `index.json`. Raises `CheckpointError`."""
     try:
-        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: format {found['format']}; this version reads {FORMAT}")
-        parameters: Mapping[str, Any] = found["parameters"]
-        if foreign := [each["file"] for each in parameters.values() if not FILE.fullmatch(each["file"])]:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if index["format"] != FORMAT:
+            raise CheckpointError(f"{folder}: format {index['format']}; this version reads {FORMAT}")
+        parameters: Mapping[str, Any] = index["parameters"]
+        if foreign := [parameter["file"] for parameter in parameters.values() if not FILE.fullmatch(parameter["file"])]:
             raise CheckpointError(f"{folder}: the file {foreign[0]!r:.100} is not one of a portable state")
         return PortableIndex(
-            step_count=int(found["step_count"]),
-            adapters=found["adapters"],
-            model=saved_model(found["model"]),
-            shapes={name: tuple(each["shape"]) for name, each in parameters.items()},
-            files={name: each["file"] for name, each in parameters.items()},
-            buffers=tuple(found.get("buffers", ())),
+            step_count=int(index["step_count"]),
+            adapters=index["adapters"],
+            model=saved_model(index["model"]),
+            shapes={name: tuple(parameter["shape"]) for name, parameter in parameters.items()},
+            files={name: parameter["file"] for name, parameter in parameters.items()},
+            buffers=tuple(index.get("buffers", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
@@ -137,7 +137,7 @@ def opened_portable_state(folder: Path) -> Iterator[PortableState]:
             except SafetensorError as error:
                 raise CheckpointError(f"{folder / file}: cannot be read: {error}") from error
             return ParameterState(
-                **{kind: _checked(each, f"{kind} of {name}", index.shapes[name]) for kind, each in held.items()}
+                **{kind: _checked(tensor, f"{kind} of {name}", index.shapes[name]) for kind, tensor in held.items()}
             )
 
         yield PortableState(

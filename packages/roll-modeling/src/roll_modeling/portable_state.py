@@ -64,12 +64,12 @@ def check_adapters(
 def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """Buffers that transformers stores, by its names; those of the base model if `model` has adapters."""
     persistent = {name for name in model.state_dict() if f".modules_to_save.{ADAPTER}." not in name}
-    return {base_name(name): each for name, each in model.named_buffers() if name in persistent}
+    return {base_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 def router_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The stored buffers that routers of experts add to their scores, for `TrainStrategy.export_buffers`."""
-    return ((name, each) for name, each in stored_buffers(model).items() if name.endswith(ROUTER_BUFFERS))
+    return ((name, buffer) for name, buffer in stored_buffers(model).items() if name.endswith(ROUTER_BUFFERS))
 
 
 @torch.no_grad()
@@ -83,9 +83,9 @@ def take_buffers(state: PortableState, buffers: Mapping[str, Tensor]) -> None:
         return
     if odd := state.buffers.keys() ^ buffers.keys():
         raise CheckpointError(f"{PLACE}: buffer {min(odd)} is in only one of the checkpoint and the model")
-    for name, each in buffers.items():
-        if state.buffers[name].shape != each.shape:
+    for name, buffer in buffers.items():
+        if state.buffers[name].shape != buffer.shape:
             raise CheckpointError(
-                f"{PLACE}: {name} has shape {tuple(state.buffers[name].shape)}, the model's has {tuple(each.shape)}"
+                f"{PLACE}: {name} has shape {tuple(state.buffers[name].shape)}, the model's has {tuple(buffer.shape)}"
             )
-        each.copy_(state.buffers[name])
+        buffer.copy_(state.buffers[name])

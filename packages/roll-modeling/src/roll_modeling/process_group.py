@@ -76,9 +76,9 @@ class ProcessGroup:
         """Elementwise maximum of `numbers` over a group of ranks, by default all. Collective over the group."""
         if self.size == 1:
             return list(numbers)
-        found = move_tensors({"numbers": torch.tensor(numbers, dtype=torch.int64)}, self.device)["numbers"]
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        largest: list[int] = found.tolist()
+        maxima = move_tensors({"numbers": torch.tensor(numbers, dtype=torch.int64)}, self.device)["numbers"]
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        largest: list[int] = maxima.tolist()
         return largest
 
     def raise_together(self, error: NonFiniteError | None) -> None:
@@ -93,7 +93,7 @@ class ProcessGroup:
             if int(failed):
                 said: list[str] = [""] * self.size
                 dist.all_gather_object(said, "" if error is None else str(error))
-                rank = next(i for i, each in enumerate(said) if each)
+                rank = next(i for i, message in enumerate(said) if message)
                 error = error or NonFiniteError(f"rank {rank}: {said[rank]}")
         if error is not None:
             raise error

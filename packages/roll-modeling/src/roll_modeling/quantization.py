@@ -63,8 +63,8 @@ def _quantized(layer: nn.Linear, device: str, bitsandbytes: Any) -> nn.Module:
     quantized.bias = layer.bias
     # Otherwise a pass without gradients repacks the weight in place, for a kernel that has no backward pass.
     quantized.support_avx512bf16_for_cpu = False
-    found: nn.Module = quantized.train(layer.training)
-    return found
+    replacement: nn.Module = quantized.train(layer.training)
+    return replacement
 
 
 def quant_states(model: nn.Module) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class Ring(ContextParallel):
             raise UnsupportedError(
                 f"ring attention needs values of the keys' size {key.shape[-1]}, found {value.shape[-1]}: use Ulysses"
             )
-        found: Tensor = _Ring.apply(query[0], key[0], value[0], how.sinks_H, how, self)  # type: ignore[no-untyped-call]
-        return found[None]
+        attended: Tensor = _Ring.apply(query[0], key[0], value[0], how.sinks_H, how, self)  # type: ignore[no-untyped-call]
+        return attended[None]
 
     def pass_on(self, tensor: Tensor) -> _Passing:
         """Start sending `tensor` to the next rank and receiving from the previous one."""
@@ -81,8 +81,8 @@ class _Passing:
 
     def wait(self) -> Tensor:
         """Block until the transfer is complete; returns the received tensor."""
-        for each in self._work:
-            each.wait()
+        for request in self._work:
+            request.wait()
         return self._received
 
 
@@ -124,7 +124,7 @@ class Block:
 def blocks(rank: int, other: int, size: int, lengths: tuple[int, ...], window: int) -> tuple[Block, ...]:
     """Blocks of keys of rank `other` that queries of `rank` see. `window` 0 means no window."""
     length = sum(lengths) // (2 * size)
-    found = []
+    blocks_seen = []
     for q_start, q_own in chunks(rank, size, length):
         for k_start, k_own in chunks(other, size, length):
             if k_start > q_start:
@@ -137,8 +137,8 @@ def blocks(rank: int, other: int, size: int, lengths: tuple[int, ...], window: i
                 if q_low < q_high and k_low < k_high:
                     queries = slice(q_low - q_start + q_own, q_high - q_start + q_own)
                     keys = slice(k_low - k_start + k_own, k_high - k_start + k_own)
-                    found.append(Block(queries, keys, q_low - k_low))
-    return tuple(found)
+                    blocks_seen.append(Block(queries, keys, q_low - k_low))
+    return tuple(blocks_seen)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -82,11 +82,11 @@ class RoutingLayout:
     @classmethod
     def of(cls, config: Any) -> RoutingLayout:
         """Expert layout from a transformers config. Raises `UnsupportedError` if the model has no experts."""
-        experts = next((found for name in NUMBER_OF_EXPERTS if (found := getattr(config, name, None))), 0)
+        experts = next((count for name in NUMBER_OF_EXPERTS if (count := getattr(config, name, None))), 0)
         dense, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", None) or 1
         first = getattr(config, "first_k_dense_replace", None) or 0
         every = range(config.num_hidden_layers)
-        layers = tuple(each for each in every if each >= first and each not in dense and (each + 1) % step == 0)
+        layers = tuple(part for part in every if part >= first and part not in dense and (part + 1) % step == 0)
         if not experts or not layers:
             raise UnsupportedError(f"router_replay needs experts, and this {config.model_type} has none")
         return cls(num_layers=len(every), layers=layers, top_k=config.num_experts_per_tok, num_experts=experts)
@@ -112,7 +112,7 @@ class _Routers:
             raise UnsupportedError(f"router_replay {why}")
         self.weights = ROUTERS[config.model_type]
         self.modules: list[Any] = [
-            each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")
+            module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
         ]
         if not self.modules:
             raise UnsupportedError(f"router_replay needs experts; no layer of this {config.model_type} has any")
@@ -126,8 +126,8 @@ class _Routers:
         """
         for layer, module in enumerate(self.modules):
 
-            def after(module: Any, _: Any, found: Any, layer: int = layer) -> Any:
-                logits_NE, weights_NK, indices_NK = found
+            def after(module: Any, _: Any, output: Any, layer: int = layer) -> Any:
+                logits_NE, weights_NK, indices_NK = output
                 changed = act(layer, module, logits_NE, weights_NK, indices_NK)
                 return None if changed is None else (logits_NE, *changed)
 
@@ -150,12 +150,12 @@ class RoutingRecorder:
         """
         import torch
 
-        found, self._found = self._found, []
-        if len(found) != len(self._routers.modules):
+        taken, self._found = self._found, []
+        if len(taken) != len(self._routers.modules):
             raise ModelError(
-                f"{len(found)} routers were called in one forward pass, the model has {len(self._routers.modules)}"
+                f"{len(taken)} routers were called in one forward pass, the model has {len(self._routers.modules)}"
             )
-        return _compact(torch.stack(found, dim=1).cpu().numpy(), self._routers.num_experts)
+        return _compact(torch.stack(taken, dim=1).cpu().numpy(), self._routers.num_experts)
 
     def _note(self, layer: int, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor) -> None:
         if layer == 0:

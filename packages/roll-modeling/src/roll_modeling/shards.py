@@ -28,11 +28,11 @@ class ShardFiles:
 
     def add(self, tensors: Mapping[str, Tensor]) -> str:
         """Add tensors, copied to the host or written before this returns. All go to the file whose name is returned."""
-        added = sum(each.nbytes for each in tensors.values())
+        added = sum(tensor.nbytes for tensor in tensors.values())
         if self._pending and self.pending_bytes + added > self._max_bytes:
             self.flush()
         # Host tensors are copied too: a gathered tensor is valid only until the next gather.
-        self._pending |= {key: each.detach().to("cpu", copy=True).contiguous() for key, each in tensors.items()}
+        self._pending |= {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
         self.pending_bytes += added
         self.num_bytes += added
         return self._name.format(len(self.files) + 1)

@@ -35,8 +35,8 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON file. Raises `CheckpointError` if it is missing or invalid."""
     with reading(file):
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
 
 
 def read_state(folder: Path, version: int) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def check_names(stored: Iterable[str], expected: Iterable[str], place: Path) -> 
 
 
 def check_tensor(
-    name: str, found: tuple[torch.dtype, Sequence[int]], expected: tuple[torch.dtype, Sequence[int]], place: Path
+    name: str, stored: tuple[torch.dtype, Sequence[int]], expected: tuple[torch.dtype, Sequence[int]], place: Path
 ) -> None:
     """Raise `CheckpointError` unless dtype and shape of a stored tensor are the expected ones."""
-    if (found[0], tuple(found[1])) != (expected[0], tuple(expected[1])):
+    if (stored[0], tuple(stored[1])) != (expected[0], tuple(expected[1])):
         raise CheckpointError(
-            f"{place}: {name} is {found[0]} {tuple(found[1])}, the model has {expected[0]} {tuple(expected[1])}"
+            f"{place}: {name} is {stored[0]} {tuple(stored[1])}, the model has {expected[0]} {tuple(expected[1])}"
         )

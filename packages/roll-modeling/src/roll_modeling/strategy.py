@@ -73,12 +73,12 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
 
     def _add_adapters(self) -> Adapters | None:
         """Add the adapters of the spec, if any, to `model`, and set `requires_grad` of the parameters."""
-        found = add_adapters(self.model, self.spec, device=self._mesh.device) if self.spec.lora is not None else None
-        if found is None or self.training is None:
+        adapters = add_adapters(self.model, self.spec, device=self._mesh.device) if self.spec.lora is not None else None
+        if adapters is None or self.training is None:
             self.model.requires_grad_(False)
             for part in text_parts(self.model) if self.library is None else [self.model]:
                 part.requires_grad_(self.training is not None)
-        return found
+        return adapters
 
     def _prepare_blocks(self, config: HuggingFaceConfig) -> None:
         """Set up recomputation, activation offload and compilation of the blocks, after trials of the model."""
@@ -152,7 +152,7 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         self,
         path: Path,
         spec: ModelSpec,
-        shape_of: Callable[[Tensor], tuple[int, ...]] = lambda each: tuple(each.shape),
+        shape_of: Callable[[Tensor], tuple[int, ...]] = lambda parameter: tuple(parameter.shape),
     ) -> None:
         """Write a directory that transformers or the library loads: the model, or only the adapters with `lora_export:
         adapter`.
@@ -165,7 +165,7 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
             path,
             adapters=self.adapters,
             exported=self.export_weights(),
-            whole=self._whole,
+            gather=self._whole,
             shape_of=shape_of,
             writes=self._mesh.rank == 0,
             library=self.library,
@@ -237,5 +237,5 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
 
     def memory(self) -> Mapping[str, int]:
         """Bytes of this rank's tensors by part; 0 for offloaded parts."""
-        held = {part: sum(each.nbytes for each in tensors) for part, tensors in self.part_tensors().items()}
+        held = {part: sum(tensor.nbytes for tensor in tensors) for part, tensors in self.part_tensors().items()}
         return {part: 0 if self.offloader.has(part) else size for part, size in held.items()}

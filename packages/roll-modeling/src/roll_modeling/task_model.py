@@ -108,21 +108,21 @@ class TaskModel:
             weights_T = micro.streams.get(want.comparison.stream)
             weights_N = None if weights_T is None else weights_T[places_N]
             compared_N = self.head.compared(hidden_NH, other_TH[places_N], want.comparison, request, weights_N)
-        found = HeadOutputs(logprobs_N=hidden_NH[:, 0].float())
+        outputs = HeadOutputs(logprobs_N=hidden_NH[:, 0].float())
         if replace(want, comparison=None).head:
             ids_NK = None if ids_TK is None else ids_TK[places_N]
-            found = self.head.outputs(hidden_NH, micro.tokens_T[places_N], request, ids_NK)
+            outputs = self.head.outputs(hidden_NH, micro.tokens_T[places_N], request, ids_NK)
 
         def spread(outputs_N: Tensor | None) -> Tensor | None:
             return None if outputs_N is None else self._spread(outputs_N, places_N, micro.num_tokens)
 
         return TokenOutputs(
-            logprobs_T=spread(found.logprobs_N) if want.logprobs else None,
-            entropy_T=spread(found.entropy_N),
+            logprobs_T=spread(outputs.logprobs_N) if want.logprobs else None,
+            entropy_T=spread(outputs.entropy_N),
             values_T=values_T,
-            topk_logprobs_TK=spread(found.topk_logprobs_NK),
-            topk_ids_TK=spread(found.topk_ids_NK),
-            gathered_logprobs_TK=spread(found.gathered_logprobs_NK),
+            topk_logprobs_TK=spread(outputs.topk_logprobs_NK),
+            topk_ids_TK=spread(outputs.topk_ids_NK),
+            gathered_logprobs_TK=spread(outputs.gathered_logprobs_NK),
             hidden_TH=self._hidden(hidden_TH, host) if want.hidden else None,
             compared_T=spread(compared_N),
             routing_disagreement_T=self._disagreement(micro),
@@ -226,18 +226,18 @@ def finite_loss(loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossO
 
     The check prevents NaN gradients. On a device the host waits for it; see `pending_losses.PendingLosses`.
     """
-    found = loss(outputs, micro)
-    value = float(found.loss.detach())
+    output = loss(outputs, micro)
+    value = float(output.loss.detach())
     if not math.isfinite(value):
         raise non_finite_tokens(value, outputs, micro)
-    return found
+    return output
 
 
-def plain_metrics(found: LossOutput) -> LossMetrics:
+def plain_metrics(output: LossOutput) -> LossMetrics:
     """Metrics of a microbatch as plain floats."""
     return {
         name: float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-        for name, value in found.metrics.items()
+        for name, value in output.metrics.items()
     }
 
 
@@ -251,5 +251,5 @@ def zero_loss(outputs: TokenOutputs) -> Tensor:
     """A loss of 0 that depends on every output with a gradient, so that its backward pass has the same collectives."""
     heads = (outputs.logprobs_T, outputs.entropy_T, outputs.gathered_logprobs_TK, outputs.compared_T)
     every = (*heads, outputs.values_T)
-    parts = [each[:0].sum() for each in every if each is not None and each.requires_grad]
+    parts = [part[:0].sum() for part in every if part is not None and part.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())

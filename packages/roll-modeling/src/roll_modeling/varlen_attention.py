@@ -129,7 +129,8 @@ def _padded(kernel: VarlenKernel, query: Tensor, key: Tensor, value: Tensor, *ar
     used = value.shape[-1]
     size = -(-max(query.shape[-1], used) // HEAD_MULTIPLE) * HEAD_MULTIPLE
     query, key, value = (
-        each if each.shape[-1] == size else F.pad(each, (0, size - each.shape[-1])) for each in (query, key, value)
+        tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
+        for tensor in (query, key, value)
     )
     return kernel(query, key, value, *args, **named)[..., :used]
 
@@ -148,7 +149,7 @@ def _by_package(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     del sinks_H  # None: `varlen_kernel` selects another
-    found = function(
+    result = function(
         query,
         key,
         value,
@@ -162,7 +163,7 @@ def _by_package(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **({"softcap": softcap} if softcap else {}),
     )
-    out: Tensor = found[0] if isinstance(found, tuple) else found
+    out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
 
@@ -179,8 +180,8 @@ def _by_torch(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     del softcap  # 0: `varlen_kernel` selects another
-    found: Tensor = _Flash.apply(query, key, value, sinks_H, queries, keys, scale, window)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Flash.apply(query, key, value, sinks_H, queries, keys, scale, window)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Flash(torch.autograd.Function):

@@ -290,7 +290,7 @@ class MegatronStrategy(HuggingFaceStrategy[Optimizer]):
                 path,
                 adapters=None,
                 exported=self.export_weights(),
-                whole=lambda tensor: tensor,
+                gather=lambda tensor: tensor,
                 shape_of=lambda tensor: tuple(tensor.shape),
                 writes=leads,
             )

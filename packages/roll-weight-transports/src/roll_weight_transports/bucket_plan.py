@@ -64,8 +64,8 @@ def plan_buckets(manifest: WeightManifest, bucket_bytes: int) -> list[Bucket]:
 
 def views(memory: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a bucket stored at the beginning of `memory` (flat uint8). The tensors are views."""
-    for each in bucket.slices:
-        yield each.entry.name, _view(memory, each)
+    for piece in bucket.slices:
+        yield piece.entry.name, _view(memory, piece)
 
 
 def fill(memory: Tensor, bucket: Bucket, exported: Iterator[tuple[str, Tensor]]) -> list[TensorEntry]:
@@ -75,9 +75,9 @@ def fill(memory: Tensor, bucket: Bucket, exported: Iterator[tuple[str, Tensor]])
     """
     targets: dict[str, Tensor] = {}
     digests = Digests()
-    for each in bucket.slices:
-        name, tensor = _next_tensor(each.entry, exported)
-        target, like = _view(memory, each), each.entry.digest
+    for piece in bucket.slices:
+        name, tensor = _next_tensor(piece.entry, exported)
+        target, like = _view(memory, piece), piece.entry.digest
         if digest_function(like):  # of the source: the receiver's digest then proves a copy to the host, too
             tensor = tensor.detach().to(target.dtype)
             target.copy_(tensor)
@@ -85,8 +85,8 @@ def fill(memory: Tensor, bucket: Bucket, exported: Iterator[tuple[str, Tensor]])
         else:
             digests.copy(name, target, tensor)
         targets[name] = target
-    found = digests.read()
-    return [tensor_entry(name, target, found[name]) for name, target in targets.items()]
+    digest_of = digests.read()
+    return [tensor_entry(name, target, digest_of[name]) for name, target in targets.items()]
 
 
 def require_exhausted(exported: Iterator[tuple[str, Tensor]]) -> None:

@@ -95,7 +95,7 @@ class BucketWriter:
 
     def check_trial(self, failures: Sequence[str]) -> None:
         """Fall back to host memory if any of the engine's processes reports a failure (a non-empty string)."""
-        failure = next((each for each in failures if each), "")
+        failure = next((reason for reason in failures if reason), "")
         if failure:
             log.warning("weight updates use host memory, because a test bucket on the devices failed: %s", failure)
             self._devices = ()
@@ -212,8 +212,11 @@ def read_bucket(info: BucketInfo, device: str = "cpu") -> Iterator[tuple[str, Te
         if uuid not in info.handles:
             raise RuntimeError(f"the bucket is on {', '.join(info.handles)}, and this process computes on {uuid}")
         memory = kind.open(bytes.fromhex(info.handles[uuid]), device)
-    for each in info.tensors:
-        yield each["name"], view(memory, torch_dtype(each["dtype"]), tuple(each["shape"]), each["start"]).clone()
+    for tensor in info.tensors:
+        yield (
+            tensor["name"],
+            view(memory, torch_dtype(tensor["dtype"]), tuple(tensor["shape"]), tensor["start"]).clone(),
+        )
     if kind is not None:
         kind.synchronize(device)
 

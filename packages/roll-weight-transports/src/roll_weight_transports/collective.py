@@ -108,7 +108,9 @@ def device_backend(sender: RoleFacts, receiver: RoleFacts) -> tuple[str, str]:
 
     A platform's own backend carries only tensors on its devices, and allows one rank per device.
     """
-    leaders = (at for at, each in enumerate(sender.workers) if each.device.is_leader and each.device.replica == 0)
+    leaders = (
+        rank for rank, worker in enumerate(sender.workers) if worker.device.is_leader and worker.device.replica == 0
+    )
     leader = next(leaders, None)
     if leader is None or sender.workers[leader].device.backend == HOST_BACKEND:
         return "", ""
@@ -188,7 +190,7 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
         return sent
 
     @contextlib.contextmanager
-    def _finding_lost(self, at: str, deadline: Deadline) -> Iterator[None]:
+    def _finding_lost(self, tensor_name: str, deadline: Deadline) -> Iterator[None]:
         """Raise errors of the group or the store as `ReceiversLostError`. Errors of the export stay as they are."""
         try:
             yield
@@ -197,18 +199,18 @@ class CollectiveSender(_Endpoint, SenderEndpoint):
         except RuntimeError as error:
             unread = self._without(f"read/{self._number}")
             if deadline.left < EARLY_S:
-                raise ReceiversLostError(at, timed_out=unread) from error
-            raise ReceiversLostError(at, disconnected=self._with("disconnected") or unread) from error
+                raise ReceiversLostError(tensor_name, timed_out=unread) from error
+            raise ReceiversLostError(tensor_name, disconnected=self._with("disconnected") or unread) from error
 
-    def _meet(self, at: str, deadline: Deadline) -> BroadcastGroup:
+    def _meet(self, tensor_name: str, deadline: Deadline) -> BroadcastGroup:
         here = [f"here/{rank}" for rank in range(self._num_receivers)]
         while not self._store.check(here):
             if disconnected := self._with("disconnected"):
-                raise ReceiversLostError(at, disconnected=disconnected)
+                raise ReceiversLostError(tensor_name, disconnected=disconnected)
             if self._store.check([OFF]):
-                raise ReceiversLostError(at, disconnected=self._without("here"))
+                raise ReceiversLostError(tensor_name, disconnected=self._without("here"))
             if deadline.left == 0:
-                raise ReceiversLostError(at, timed_out=self._without("here"))
+                raise ReceiversLostError(tensor_name, timed_out=self._without("here"))
             time.sleep(POLL_S)
         self._store.set("go", "")
         return self._join(SENDER, self._num_receivers + 1, self._host, deadline)
@@ -405,11 +407,11 @@ def _torch_group(backend: str, store: Store, rank: int, size: int) -> Any:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _DistributedBackendOptions  # type: ignore[attr-defined]
 
-    own = getattr(dist, f"ProcessGroup{backend.upper()}", None)
-    if own is not None:
-        options = own.Options()
+    group_class = getattr(dist, f"ProcessGroup{backend.upper()}", None)
+    if group_class is not None:
+        options = group_class.Options()
         options._timeout = _NEVER
-        return own(store, rank, size, options)
+        return group_class(store, rank, size, options)
     plugin = dist.Backend._plugins.get(backend.upper())
     if plugin is None:
         raise UnsupportedError(f"this torch has no collective backend {backend}: install the package that registers it")

@@ -101,12 +101,12 @@ def compare_adapter(
     shapes: dict[str, list[int]] = {}
     for name, shape in announced:
         try:
-            found = room(name)
+            slot_shape = room(name)
         except KeyError:
             unknown.append(name)
             continue
-        if not _fits(found, name, shape):
-            shapes[name] = list(found)
+        if not _fits(slot_shape, name, shape):
+            shapes[name] = list(slot_shape)
     return {"unknown": unknown, "shapes": shapes}
 
 
@@ -125,9 +125,9 @@ def refuse_adapter(
         other = f"{layer}.lora_{'B' if side.startswith('A') else 'A'}.weight"
         if other not in sent:
             raise MissingTensorError(f"{who}: {other} is not in the manifest, but {name} is")
-        found, rank = shape[rank_dim(name)], lora.rank_of(layer)
-        if found != rank:
-            raise CorruptTensorError(f"{who}: {name} has rank {found}, the adapter {rank}")
+        sent_rank, rank = shape[rank_dim(name)], lora.rank_of(layer)
+        if sent_rank != rank:
+            raise CorruptTensorError(f"{who}: {name} has rank {sent_rank}, the adapter {rank}")
 
 
 def _fits(room: Sequence[int], name: str, shape: Sequence[int]) -> bool:

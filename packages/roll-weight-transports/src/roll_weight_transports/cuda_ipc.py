@@ -61,7 +61,7 @@ def sources_of(sender: RoleFacts, receiver: RoleFacts) -> tuple[tuple[int, ...],
     for rank, worker in enumerate(sender.workers):
         if worker.device.uuid and worker.device.is_leader:
             leaders.setdefault((worker.host, worker.device.uuid), rank)
-    found = []
+    sources = []
     for rank, worker in enumerate(receiver.workers):
         if not worker.device.uuid or device_memory(worker.device.device) is None:
             return (), (
@@ -70,8 +70,8 @@ def sources_of(sender: RoleFacts, receiver: RoleFacts) -> tuple[tuple[int, ...],
             )
         if (worker.host, worker.device.uuid) not in leaders:
             return (), f"no rank of {sender.role} exports whole tensors on the device of rank {rank} of {receiver.role}"
-        found.append(leaders[worker.host, worker.device.uuid])
-    return tuple(found), None
+        sources.append(leaders[worker.host, worker.device.uuid])
+    return tuple(sources), None
 
 
 class IpcMemory(SharedMemory):

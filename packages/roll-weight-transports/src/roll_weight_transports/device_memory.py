@@ -53,8 +53,8 @@ class CudaHandle(BaseModel):
 
     def packed(self) -> bytes:
         """Serialise to bytes."""
-        found: bytes = msgpack.packb(self.model_dump())
-        return found
+        message: bytes = msgpack.packb(self.model_dump())
+        return message
 
     @classmethod
     def unpacked(cls, data: bytes) -> CudaHandle:
@@ -124,27 +124,27 @@ class DeviceMemory:
         import torch
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        found = CudaHandle.unpacked(handle)
-        if found.device_uuid != self.uuid(device):
+        opened = CudaHandle.unpacked(handle)
+        if opened.device_uuid != self.uuid(device):
             raise WeightSyncError(
-                f"the memory is on device {found.device_uuid}, but this process uses device {self.uuid(device)}"
+                f"the memory is on device {opened.device_uuid}, but this process uses device {self.uuid(device)}"
             )
         memory: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
             torch.Tensor,
-            (found.num_bytes,),
+            (opened.num_bytes,),
             (1,),
-            found.tensor_offset,
+            opened.tensor_offset,
             torch.storage.TypedStorage,
             torch.uint8,
             torch.device(device).index or 0,
-            found.storage_handle,
-            found.storage_size_bytes,
-            found.storage_offset_bytes,
+            opened.storage_handle,
+            opened.storage_size_bytes,
+            opened.storage_offset_bytes,
             False,  # requires_grad
-            found.ref_counter_handle,
-            found.ref_counter_offset,
-            found.event_handle,
-            found.event_sync_required,
+            opened.ref_counter_handle,
+            opened.ref_counter_offset,
+            opened.event_handle,
+            opened.event_sync_required,
         )
         return memory
 

@@ -111,19 +111,21 @@ class Folder:
     def read_into(self, name: str, memory: memoryview) -> None:
         """Read `len(memory)` bytes of a file. Raises `EOFError` if it has fewer."""
         with self._files.open(f"{self._path}/{name}", "rb") as file:
-            at = 0
-            while at < len(memory):
-                num_bytes = file.readinto(memory[at:])
+            offset = 0
+            while offset < len(memory):
+                num_bytes = file.readinto(memory[offset:])
                 if not num_bytes:
-                    raise EOFError(f"{name} ends after {at} of {len(memory)} bytes")
-                at += num_bytes
+                    raise EOFError(f"{name} ends after {offset} of {len(memory)} bytes")
+                offset += num_bytes
 
     def names(self, folder: str = "") -> frozenset[str]:
         """Names of the files in this folder, or in the subfolder `folder`; empty if it does not exist."""
         path = f"{self._path}/{folder}".rstrip("/")
         self._files.invalidate_cache(path)
         try:
-            return frozenset(each.rstrip("/").rpartition("/")[2] for each in self._files.ls(path, detail=False))
+            return frozenset(
+                path_below.rstrip("/").rpartition("/")[2] for path_below in self._files.ls(path, detail=False)
+            )
         except FileNotFoundError:
             return frozenset()
 

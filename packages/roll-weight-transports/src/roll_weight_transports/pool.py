@@ -136,12 +136,12 @@ class PooledSender(SenderEndpoint):
         with contextlib.closing(_ReadProgress(self._receivers, buckets)) as read:
             for number, bucket in enumerate(buckets):
                 read.poll(0)
-                while (at := regions.take(bucket.num_bytes, read.by_all)) is None:
+                while (offset := regions.take(bucket.num_bytes, read.by_all)) is None:
                     read.wait(deadline)
-                sent += fill(buffer[at : at + bucket.num_bytes], bucket, exported)
+                sent += fill(buffer[offset : offset + bucket.num_bytes], bucket, exported)
                 self._memory.synchronize()
                 for rank, connection in self._receivers.items():
-                    _send_to(rank, connection, _FILLED.pack(number, at), bucket.first)
+                    _send_to(rank, connection, _FILLED.pack(number, offset), bucket.first)
             require_exhausted(exported)
             while read.by_all < len(buckets):
                 read.wait(deadline)
@@ -199,15 +199,17 @@ class PooledSender(SenderEndpoint):
         return self._buffer
 
 
-def _send_to(rank: int, connection: socket.socket, message: bytes, at: str, descriptors: Sequence[int] = ()) -> None:
-    """Send a message to a receiver. Raises `ReceiversLostError` with the tensor `at` if it closed its connection."""
+def _send_to(
+    rank: int, connection: socket.socket, message: bytes, tensor_name: str, descriptors: Sequence[int] = ()
+) -> None:
+    """Send a message to a receiver. Raises `ReceiversLostError` with `tensor_name` if it closed its connection."""
     try:
         if descriptors:
             socket.send_fds(connection, [message], descriptors)
         else:
             connection.sendall(message)
     except OSError:
-        raise ReceiversLostError(at, disconnected=(rank,)) from None
+        raise ReceiversLostError(tensor_name, disconnected=(rank,)) from None
 
 
 class _ReadProgress:
@@ -270,8 +272,8 @@ class PooledReceiver(ReceiverEndpoint):
     @override
     def receive(self, manifest: WeightManifest, deadline: Deadline) -> Iterator[tuple[str, Tensor]]:
         for number, bucket in enumerate(plan_buckets(manifest, self._bucket_bytes)):
-            buffer, at = self._wait_filled(number, deadline)
-            yield from views(buffer[at : at + bucket.num_bytes], bucket)
+            buffer, offset = self._wait_filled(number, deadline)
+            yield from views(buffer[offset : offset + bucket.num_bytes], bucket)
             self._memory.synchronize()
             try:
                 self._sender.sendall(_READ)
@@ -295,8 +297,8 @@ class PooledReceiver(ReceiverEndpoint):
             try:
                 self._sender.settimeout(max(deadline.left, _MIN_TIMEOUT_S))
                 message, descriptors, _, _ = socket.recv_fds(self._sender, _FILLED.size, 1)
-                filled, at = _FILLED.unpack(message) if message else (0, 0)
-                handle = _recv_exactly(self._sender, at) if filled < 0 else b""
+                filled, offset = _FILLED.unpack(message) if message else (0, 0)
+                handle = _recv_exactly(self._sender, offset) if filled < 0 else b""
             except TimeoutError:
                 raise SenderLostError(f"the sender did not fill bucket {number} before the deadline") from None
             except (OSError, EOFError) as error:
@@ -311,7 +313,7 @@ class PooledReceiver(ReceiverEndpoint):
                     for descriptor in descriptors:
                         os.close(descriptor)
             elif filled == number and self._buffer is not None:
-                return self._buffer, at
+                return self._buffer, offset
             else:
                 raise WeightSyncError(f"the sender filled bucket {filled}, expected {number}")
 
@@ -385,10 +387,10 @@ def _connect(address: str, timeout_s: float, rank: int) -> socket.socket:
 
 
 def _recv_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    found = b""
-    while len(found) < num_bytes:
-        more = connection.recv(num_bytes - len(found))
+    received = b""
+    while len(received) < num_bytes:
+        more = connection.recv(num_bytes - len(received))
         if not more:
             raise EOFError
-        found += more
-    return found
+        received += more
+    return received

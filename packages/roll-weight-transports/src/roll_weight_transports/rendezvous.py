@@ -98,22 +98,22 @@ class HostedStore(HashStore):
             with self._lock:
                 self._connections.discard(connection)
 
-    def _reply(self, what: bytes, *given: bytes) -> list[bytes]:
-        key = given[0].decode()
+    def _reply(self, what: bytes, *arguments: bytes) -> list[bytes]:
+        key = arguments[0].decode()
         replies: dict[bytes, Callable[[], object]] = {
-            b"set": lambda: self.set(key, given[1]),  # type: ignore[arg-type]  # torch takes bytes, too
-            b"wait": lambda: self.wait([each.decode() for each in given[1:]], timedelta(seconds=float(key))),
+            b"set": lambda: self.set(key, arguments[1]),  # type: ignore[arg-type]  # torch takes bytes, too
+            b"wait": lambda: self.wait([name.decode() for name in arguments[1:]], timedelta(seconds=float(key))),
             b"get": lambda: self.get(key),
-            b"check": lambda: self.check([each.decode() for each in given]),
-            b"add": lambda: self.add(key, int(given[1])),
-            b"compare_set": lambda: self.compare_set(key, given[1], given[2]),  # type: ignore[arg-type]
+            b"check": lambda: self.check([name.decode() for name in arguments]),
+            b"add": lambda: self.add(key, int(arguments[1])),
+            b"compare_set": lambda: self.compare_set(key, arguments[1], arguments[2]),  # type: ignore[arg-type]
             b"delete_key": lambda: self.delete_key(key),
         }
         try:
-            found = replies[what]()
+            result = replies[what]()
         except DistStoreError as error:
-            return [b"timeout", f"{error}: {what.decode()} {b', '.join(given).decode()}".encode()]
-        return [b"ok", found if isinstance(found, bytes) else str(int(found or 0)).encode()]  # type: ignore[call-overload]
+            return [b"timeout", f"{error}: {what.decode()} {b', '.join(arguments).decode()}".encode()]
+        return [b"ok", result if isinstance(result, bytes) else str(int(result or 0)).encode()]  # type: ignore[call-overload]
 
 
 class RemoteStore(Store):
@@ -175,11 +175,11 @@ class RemoteStore(Store):
     def delete_key(self, key: str) -> bool:
         return bool(int(self._request(b"delete_key", key)))
 
-    def _request(self, what: bytes, *given: str | bytes, within_s: float = 0.0) -> bytes:
+    def _request(self, what: bytes, *arguments: str | bytes, within_s: float = 0.0) -> bytes:
         with self._lock:
             try:
                 self._connection.settimeout(within_s + SLACK_S)
-                _send(self._connection, [what, *map(_bytes, given)])
+                _send(self._connection, [what, *map(_bytes, arguments)])
                 status, reply = _receive(self._connection)
             except OSError as error:
                 self.close()  # the next request would read a late reply as its own
@@ -228,10 +228,10 @@ def _receive(connection: socket.socket) -> list[bytes]:
 def _read(connection: socket.socket, num_bytes: int) -> bytes:
     if num_bytes > LARGEST:
         raise DistNetworkError(f"received a message of {num_bytes} bytes, at most {LARGEST} are allowed")
-    found = bytearray()
-    while len(found) < num_bytes:
-        received = connection.recv(num_bytes - len(found))
+    message = bytearray()
+    while len(message) < num_bytes:
+        received = connection.recv(num_bytes - len(message))
         if not received:
             raise ConnectionError("the connection was closed")
-        found += received
-    return bytes(found)
+        message += received
+    return bytes(message)
