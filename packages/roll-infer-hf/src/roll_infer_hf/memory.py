@@ -38,7 +38,7 @@ def engine(question: MemoryInput) -> MemoryEstimate:
         formula = f"{size} × {millions(packed)}, packed for the processor"
         stored += (MemoryItem(what="weights", num_bytes=size * packed, formula=formula, offloads=True),)
     if config.enable_lora:
-        base = sum(one.outputs * one.inputs for layer in model.layers for one in layer.linears)
+        base = sum(linear.outputs * linear.inputs for layer in model.layers for linear in layer.linears)
         formula = f"{size} × {millions(base)}, base weights of the adapter if it has all linear layers"
         stored += (MemoryItem(what="weights", num_bytes=size * base, formula=formula, during=LATER, offloads=True),)
     width = -(-question.longest // ALIGNMENT) * ALIGNMENT
@@ -53,8 +53,8 @@ def engine(question: MemoryInput) -> MemoryEstimate:
         copied = rows_bytes // (2 * max(1, len(model.layers)))
         rows_bytes = min(room, config.max_num_seqs * widest * position)
         rows_formula = f"{rows_bytes // position} positions within kv_cache_gib"
-    layer = max((each.active_width for each in model.layers), default=0)
-    live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * layer)) * size
+    active_width = max((layer.active_width for layer in model.layers), default=0)
+    live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * active_width)) * size
     return MemoryEstimate(
         uses=(
             *stored,
@@ -94,9 +94,9 @@ def _packed(question: MemoryInput, config: HFInferConfig) -> int:
     model = question.model
     if not (config.pack_weights and question.on_host) or any(layer.experts for layer in model.layers):
         return 0
-    large = [one.outputs * one.inputs for layer in model.layers for one in layer.linears]
-    large.append(model.vocab_size * model.hidden_size)
-    return sum(each for each in large if each >= PACKED_ELEMENTS)
+    counts = [linear.outputs * linear.inputs for layer in model.layers for linear in layer.linears]
+    counts.append(model.vocab_size * model.hidden_size)
+    return sum(count for count in counts if count >= PACKED_ELEMENTS)
 
 
 def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...]:
@@ -104,13 +104,13 @@ def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...
 
     Starts at half of the used cache: a limit above the used size saves nothing.
     """
-    wanted = min(config.kv_cache_gib, used / GIB) / 2
+    largest_gib = min(config.kv_cache_gib, used / GIB) / 2
     savings = [
         MemorySaving(
-            keys={"kv_cache_gib": round(wanted / 2**halvings, 3)}, costs="fewer sequences are decoded together"
+            keys={"kv_cache_gib": round(largest_gib / 2**halvings, 3)}, costs="fewer sequences are decoded together"
         )
         for halvings in range(3)
-        if wanted / 2**halvings >= 0.05
+        if largest_gib / 2**halvings >= 0.05
     ]
     if config.pack_weights:
         savings.append(MemorySaving(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))

@@ -170,14 +170,14 @@ def _format_bytes(question: MemoryInput, weight_format: WeightFormat) -> tuple[i
     size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
     if weight_format == "dtype":
         return size * parameters, f"{size} × {millions(parameters)}"
-    linears = [each for layer in question.model.layers for each in layer.linears]
-    elements = sum(each.outputs * each.inputs for each in linears)
+    linears = [linear for layer in question.model.layers for linear in layer.linears]
+    elements = sum(linear.outputs * linear.inputs for linear in linears)
     if weight_format == "fp8_per_block":
         experts = sum(layer.experts for layer in question.model.layers)
-        scales = 4 * sum(-(-each.outputs // fp8.BLOCK) * -(-each.inputs // fp8.BLOCK) for each in linears)
+        scales = 4 * sum(-(-linear.outputs // fp8.BLOCK) * -(-linear.inputs // fp8.BLOCK) for linear in linears)
         elements, scales = elements + experts, scales + 4 * experts // fp8.BLOCK**2
     else:
-        scales = 4 * sum(each.outputs for each in linears)
+        scales = 4 * sum(linear.outputs for linear in linears)
     rest = parameters - elements
     formula = f"({millions(elements)} + {size} × {millions(rest)} + scales {scales >> 10} KiB)"
     return elements + size * rest + scales, formula
@@ -208,7 +208,7 @@ def computation(
             )
             for moment in MOMENTS
         ]
-        fullest = max(moments, key=lambda each: sum(use.num_bytes for use in each))
+        fullest = max(moments, key=lambda items: sum(item.num_bytes for item in items))
         uses += [use for use in fullest if use.num_bytes]
         if _offloads(question):
             tokens, layers = _rows(question, question.train_tokens, shards), len(question.model.layers)
@@ -264,21 +264,27 @@ def _activations(question: MemoryInput, moment: Moment, tokens: int, fused: bool
     model, layers = question.model, question.model.layers
     per_layer = [layer_bytes(question, layer, tokens, fused=fused) for layer in layers]
     backward = max((_backward_bytes(question, layer, tokens) for layer in layers), default=0)
-    kept = [
-        min(whole, _kept_bytes(question, layer, tokens)) if question.gradient_checkpointing else whole
-        for layer, whole in zip(layers, per_layer, strict=True)
+    kept_per_layer = [
+        min(num_bytes, _kept_bytes(question, layer, tokens)) if question.gradient_checkpointing else num_bytes
+        for layer, num_bytes in zip(layers, per_layer, strict=True)
     ]
     inputs = tokens * model.hidden_size * DTYPE_BYTES[question.dtype]
     again = 0
     if question.gradient_checkpointing:
-        again = max((whole - max(0, rest - inputs) for whole, rest in zip(per_layer, kept, strict=True)), default=0)
+        again = max(
+            (
+                num_bytes - max(0, kept_bytes - inputs)
+                for num_bytes, kept_bytes in zip(per_layer, kept_per_layer, strict=True)
+            ),
+            default=0,
+        )
     count = 1 if moment == "last layer" else len(layers)
     selective = "inputs, products and attention of " if _is_selective(question) else "inputs of "
     how = f"{selective if again else ''}{count} layers, {tokens} tokens"
     if moment == "head":
-        return sum(kept), how
+        return sum(kept_per_layer), how
     more = ", one layer computed again" if again else ""
-    return sum(kept[:count]) + again + backward, f"{how}{more}, and one layer's gradients"
+    return sum(kept_per_layer[:count]) + again + backward, f"{how}{more}, and one layer's gradients"
 
 
 def _during_backward(what: str, num_bytes: int, formula: str) -> MemoryItem:
@@ -376,11 +382,11 @@ def head_bytes(question: MemoryInput, tokens: int, chunk_tokens: int | None, *, 
     scored = _scored(question, tokens)
     chunk = min(scored, chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host))
     most_kept = kept_tokens(model.vocab_size, chunk_tokens) if keeps else 0
-    kept = 4 * min(scored, most_kept) * model.vocab_size
+    kept_bytes = 4 * min(scored, most_kept) * model.vocab_size
     if question.on_host:  # compiled kernels work in place, also on kept values
-        logits = max(kept, 4 * chunk * model.vocab_size) + (0 if size == 4 else size) * chunk * model.vocab_size
+        logits = max(kept_bytes, 4 * chunk * model.vocab_size) + (0 if size == 4 else size) * chunk * model.vocab_size
     else:  # a chunk's logits beside its log-softmax, which is either kept or not
-        logits = kept + 4 * chunk * model.vocab_size * (1 if 0 < scored <= most_kept else 2)
+        logits = kept_bytes + 4 * chunk * model.vocab_size * (1 if 0 < scored <= most_kept else 2)
     states += scored * model.hidden_size * size * (2 if backward else 1)
     if not backward or question.compared is None:
         return states + logits

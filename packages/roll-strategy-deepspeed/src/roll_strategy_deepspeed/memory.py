@@ -153,9 +153,10 @@ def _in_backward(question: MemoryInput, config: DeepSpeedConfig, moment: Moment)
     came = {"head": 0, "first layer": question.model.head, "end": trained}.get(moment, trained - ends)
     if zero.stage < 2:
         # They stay unsharded until the last microbatch; the bucket of stage 1 holds the same gradients.
-        whole, each = trained if question.num_micro_batches > 1 else came, 4 if zero.stage else size
-        formula = f"{moment}: {each} × {millions(whole)}"
-        yield MemoryItem(what="gradients", num_bytes=each * whole, formula=formula, during=("backward",))
+        num_gradients, gradient_bytes = trained if question.num_micro_batches > 1 else came, 4 if zero.stage else size
+        formula = f"{moment}: {gradient_bytes} × {millions(num_gradients)}"
+        num_bytes = gradient_bytes * num_gradients
+        yield MemoryItem(what="gradients", num_bytes=num_bytes, formula=formula, during=("backward",))
         return
     filled = _filled(question, config)
     held = min(came, filled)

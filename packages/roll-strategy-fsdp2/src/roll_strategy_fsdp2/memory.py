@@ -45,10 +45,10 @@ def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[M
     share, formula = parameter_bytes(question, size, shards)
     yield MemoryItem(what="weights", num_bytes=share, formula=formula, on=on, offloads=True)
     if question.random_weights or question.added_parameters:
-        whole = (4 if question.random_weights else DTYPE_BYTES[question.dtype]) * count
+        model_bytes = (4 if question.random_weights else DTYPE_BYTES[question.dtype]) * count
         yield MemoryItem(
             what="weights",
-            num_bytes=max(0, whole - (share if question.on_host else 0)),
+            num_bytes=max(0, model_bytes - (share if question.on_host else 0)),
             formula=f"the whole model of {millions(count)}, before it is sharded",
             during=("start",),
             on="host",
@@ -77,17 +77,17 @@ def _gathered(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterat
     Without `reshard_after_forward`, all layers stay gathered.
     """
     size, sizes = _computed(question, config), _sizes(question, config)
-    whole = sizes.all_layers if config.reshard_after_forward is False else 2 * sizes.layer
+    in_layers = sizes.all_layers if config.reshard_after_forward is False else 2 * sizes.layer
     yield MemoryItem(
         what="buffers",
-        num_bytes=size * (sizes.rest + whole),
-        formula=f"gathered: {size} × ({millions(sizes.rest)} outside of layers and {millions(whole)} of layers)",
+        num_bytes=size * (sizes.rest + in_layers),
+        formula=f"gathered: {size} × ({millions(sizes.rest)} outside of layers and {millions(in_layers)} of layers)",
         during=("score",),
     )
     if not question.on_host:
         sent = (sizes.rest + sizes.layer) // shards
-        formula = f"gathered: {size} × {millions(sizes.rest + whole)}, and sent: {size} × {millions(sent)}"
-        num_bytes = size * (sizes.rest + whole + sent)
+        formula = f"gathered: {size} × {millions(sizes.rest + in_layers)}, and sent: {size} × {millions(sent)}"
+        num_bytes = size * (sizes.rest + in_layers + sent)
         yield MemoryItem(what="buffers", num_bytes=num_bytes, formula=formula, during=("start",))
     largest = question.model.largest_matrix
     yield MemoryItem(
@@ -122,8 +122,8 @@ def _whole_gradients(question: MemoryInput, config: FSDP2Config, sizes: _Sizes, 
     adds_up = _adds_up(question, config)
     if adds_up:
         layers = {"head": sizes.all_layers, "first layer": sizes.all_layers, "last layer": sizes.layer}.get(moment, 0)
-        whole = 0 if moment == "end" else sizes.rest + layers
-        yield _now("gradients", moment, reduced * whole, f"whole, of all microbatches: {reduced} × {millions(whole)}")
+        count = 0 if moment == "end" else sizes.rest + layers
+        yield _now("gradients", moment, reduced * count, f"whole, of all microbatches: {reduced} × {millions(count)}")
     elif moment in ("first layer", "last layer", "embedding"):
         # An untied head's gradient is reduced together with the other parameters outside the layers.
         waiting = question.model.head

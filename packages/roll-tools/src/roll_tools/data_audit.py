@@ -196,8 +196,8 @@ def audit_rows(
     num_read = num + len(errors) + len(untrained) + without_response
     part = "" if num_read == len(rows) else f" of the first {num_read}"
 
-    def finding(check: str, level: Level, found: str, remedy: str = "") -> AuditFinding:
-        return AuditFinding(check=check, subject=subject, level=level, found=found, remedy=remedy)
+    def finding(check: str, level: Level, status: str, remedy: str = "") -> AuditFinding:
+        return AuditFinding(check=check, subject=subject, level=level, found=status, remedy=remedy)
 
     if errors:
         yield finding("encoding", "error", f"{len(errors)}{part} rows cannot be encoded; the first: {errors[0]}")
@@ -380,9 +380,9 @@ class _Trial:
         self.end = ""
         """Text that ends a reply."""
 
-    def finding(self, check: str, level: Level, found: str, remedy: str = "") -> AuditFinding:
+    def finding(self, check: str, level: Level, status: str, remedy: str = "") -> AuditFinding:
         """A finding about the chat template."""
-        return AuditFinding(check=check, subject=self.subject, level=level, found=found, remedy=remedy)
+        return AuditFinding(check=check, subject=self.subject, level=level, found=status, remedy=remedy)
 
     def end_of_turn(self) -> AuditFinding:
         """The token that ends a reply, and whether generation stops at it."""

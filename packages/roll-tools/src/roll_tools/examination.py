@@ -137,7 +137,7 @@ def _platforms(probed: list[_Probed], selected: _Probed | None, config: RunConfi
             remedy = f"set platform: {name} or platform: {selected.record.name} in the config"
         else:
             expected = "available, not selected"
-        yield _finding("platform", probe.package, level, probe.why, name, wanted=expected, remedy=remedy)
+        yield _finding("platform", probe.package, level, probe.why, name, expected=expected, remedy=remedy)
 
 
 # -- requirements ------------------------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ def _requirements(
             if not isinstance(failed.__cause__, MissingRequirementError):
                 level, remedy = "warning", "reinstall the packages: their metadata is damaged"
             yield _finding(
-                "requirements", package, level, problem, record.name, wanted=expected, remedy=remedy or problem
+                "requirements", package, level, problem, record.name, expected=expected, remedy=remedy or problem
             )
         else:
-            yield _finding("requirements", package, "ok", "met", record.name, wanted=expected)
+            yield _finding("requirements", package, "ok", "met", record.name, expected=expected)
 
 
 def _names_used(config: RunConfig) -> set[str]:
@@ -257,7 +257,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _finding(
-    check: str, package: str, level: str, found: str, subject: str = "", *, wanted: str = "", remedy: str = ""
+    check: str, package: str, level: str, status: str, subject: str = "", *, expected: str = "", remedy: str = ""
 ) -> DoctorFinding:
-    result = CheckResult(level=cast("Level", level), found=found, subject=subject, wanted=wanted, remedy=remedy)
+    result = CheckResult(level=cast("Level", level), found=status, subject=subject, wanted=expected, remedy=remedy)
     return DoctorFinding(check=check, package=package, result=result)

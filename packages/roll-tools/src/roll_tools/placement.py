@@ -100,9 +100,9 @@ def place(
     if num_nodes is None and not clustered and here:
         num_nodes = 1
     if executor.in_process:
-        for role, each in places.items():
+        for role, role_places in places.items():
             try:
-                check_local(role, workers[role].kind, each, platform, per_node, here=here and not elsewhere)
+                check_local(role, workers[role].kind, role_places, platform, per_node, here=here and not elsewhere)
             except RollError as error:
                 problems.append(str(error))
         problems += [f"{apart}: executor {executor.name} has only one process"] if apart else ()
@@ -187,33 +187,37 @@ def pipeline_plan(provider: PipelineProvider, config: RunConfig) -> PipelinePlan
     if provider.plan:
         make = load_target(provider.plan, owner=f"pipeline {provider.name}")
         try:
-            found: PipelinePlan = make(config)
+            plan: PipelinePlan = make(config)
         except Exception as error:  # plugin code may raise anything
             raise PluginError(
                 f"pipeline {provider.name}: {provider.plan} failed: {type(error).__name__}: {error}"
             ) from error
-        return found
+        return plan
     roles = tuple(RoleSpec(name=name, kind=worker.kind) for name, worker in config.roles().items())
-    each = [(role.name, act) for role in roles for act in HARDEST.get(role.kind, ())]
-    return PipelinePlan(roles=roles, phases=tuple(Phase(name=f"{name}: {act}", acts={name: act}) for name, act in each))
+    phases = tuple(
+        Phase(name=f"{role.name}: {act}", acts={role.name: act}) for role in roles for act in HARDEST.get(role.kind, ())
+    )
+    return PipelinePlan(roles=roles, phases=phases)
 
 
 def _missing(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int, num_nodes: int) -> list[str]:
     """One problem per role with slots beyond the last node: its first missing slot and number of unplaced workers."""
-    found = []
+    problems = []
     for role, workers in places.items():
-        unplaced = [each for each in workers if each.node >= num_nodes and each.slots]
+        unplaced = [worker for worker in workers if worker.node >= num_nodes and worker.slots]
         if unplaced:
             slot = next(slot for slot in unplaced[0].slots if slot >= num_nodes * per_node)
             count = f"{len(unplaced)} of {len(workers)} workers of {role} cannot be placed"
-            found.append(f"{count}: {no_such_slot(role, slot, platform, per_node, num_nodes)}")
-    return found
+            problems.append(f"{count}: {no_such_slot(role, slot, platform, per_node, num_nodes)}")
+    return problems
 
 
 def _not_on_this_host(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_node: int) -> list[str]:
     """One problem per role with slots beyond this host's devices: `num_gpus_per_node` may exceed the device count."""
     here = per_node if platform.slots_share_cores else platform.device_count()
-    missing = {role: [slot for slot in slots_of(each) if here <= slot < per_node] for role, each in places.items()}
+    missing = {
+        role: [slot for slot in slots_of(workers) if here <= slot < per_node] for role, workers in places.items()
+    }
     return [
         f"{role} needs slot {min(slots)}, but this host has {here} slots of platform {platform.name}"
         f" (num_gpus_per_node is {per_node})"
@@ -228,16 +232,16 @@ def _waiting(
     """A note about slots for which the run may wait: the executor reserves all slots of a run together."""
     highest: dict[int, int] = {}
     for workers in places.values():
-        for each in workers:
-            if each.slots:
-                highest[each.node] = max(highest.get(each.node, 0), max(each.local_indices) + 1)
+        for worker in workers:
+            if worker.slots:
+                highest[worker.node] = max(highest.get(worker.node, 0), max(worker.local_indices) + 1)
     if not highest or platform.slots_share_cores:
         return ()
-    wanted = ", ".join(f"{highest[node]}" for node in sorted(highest))
+    slot_counts = ", ".join(f"{highest[node]}" for node in sorted(highest))
     nodes = f"{len(highest)} nodes" if len(highest) > 1 else "one node"
     unknown = "" if num_nodes is not None else " (the number of nodes of the cluster is unknown: give --nodes N)"
     return (
-        f"Executor {executor.name} reserves {platform.resource_name} {wanted} on {nodes} together before any role"
+        f"Executor {executor.name} reserves {platform.resource_name} {slot_counts} on {nodes} together before any role"
         f" starts{unknown}. If other jobs occupy these slots, the run waits for at most"
         f" {executor.placement_timeout_s} s. Then it ends and names the missing slots",
     )

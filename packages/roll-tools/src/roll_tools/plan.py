@@ -45,7 +45,7 @@ def show_plan(
         nodes=nodes,
         slot_memory_gib=slot_gib,
         host_memory_gib=host_gib,
-        disabled_plugins=[each.entry_point for each in registry.plugins if each.state == "disabled"],
+        disabled_plugins=[plugin.entry_point for plugin in registry.plugins if plugin.state == "disabled"],
     )
     if as_json:
         sys.stdout.write(json.dumps(_plain(planned.plan, planned.proposal), indent=2) + "\n")
@@ -57,20 +57,20 @@ def show_plan(
 # -- for people --------------------------------------------------------------------------------------------------------
 
 
-def _show(found: Plan, proposal: Proposal | None, pipeline: str, *, verbose: bool) -> None:
+def _show(run_plan: Plan, proposal: Proposal | None, pipeline: str, *, verbose: bool) -> None:
     from roll_tools.output import open_console
 
     console = open_console()
-    placement = found.placement
+    placement = run_plan.placement
     nodes = len(placement.nodes)
     console.print(
         f"{pipeline} on platform {placement.platform.name}, executor {placement.executor.name}:"
         f" {nodes} node{'' if nodes == 1 else 's'} of {placement.per_node} slot{'' if placement.per_node == 1 else 's'}"
     )
-    _show_places(console, found)
-    _show_memory(console, found, verbose=verbose)
-    _show_phases(console, found)
-    for line in _result(found, proposal):
+    _show_places(console, run_plan)
+    _show_memory(console, run_plan, verbose=verbose)
+    _show_phases(console, run_plan)
+    for line in _result(run_plan, proposal):
         console.print(line)
 
 
@@ -88,10 +88,10 @@ def _table(
     console.print(table)
 
 
-def _show_places(console: Console, found: Plan) -> None:
+def _show_places(console: Console, run_plan: Plan) -> None:
     """Print the ranks on each slot; neighbouring slots with the same roles share a line."""
-    placement = found.placement
-    roles = [name for name, workers in placement.places.items() if any(each.slots for each in workers)]
+    placement = run_plan.placement
+    roles = [name for name, workers in placement.places.items() if any(worker.slots for worker in workers)]
     rows = [
         [
             f"{slots[0] // placement.per_node} · {_range(slots)}",
@@ -102,7 +102,7 @@ def _show_places(console: Console, found: Plan) -> None:
     if rows:
         _table(console, ["node · slots", *roles], rows)
     for name, workers in placement.places.items():
-        if not any(each.slots for each in workers):
+        if not any(worker.slots for worker in workers):
             count = f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
             console.print(f"{name}: {count} without slots, on the hosts")
 
@@ -131,24 +131,23 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _ranks(workers: tuple[Place, ...], slots: Sequence[int]) -> str:
-    wanted = set(slots)
-    here = [worker for worker in workers if wanted & set(worker.slots)]
+    here = [worker for worker in workers if not set(slots).isdisjoint(worker.slots)]
     if not here:
         return ""
     ranks = sorted(worker.rank for worker in here)
     together = ranks == list(range(ranks[0], ranks[-1] + 1))
     shown = _range(ranks) if together else ", ".join(map(str, ranks))
-    each = len(here[0].slots)
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}" + (f", {each} slots each" if each > 1 else "")
+    num_slots = len(here[0].slots)
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}" + (f", {num_slots} slots each" if num_slots > 1 else "")
 
 
-def _show_memory(console: Console, found: Plan, *, verbose: bool) -> None:
-    shared = found.placement.platform.slots_share_cores
-    unit = _unit(role.num_bytes(act) for role in found.memory for act in role.acts)
+def _show_memory(console: Console, run_plan: Plan, *, verbose: bool) -> None:
+    shared = run_plan.placement.platform.slots_share_cores
+    unit = _unit(role.num_bytes(act) for role in run_plan.memory for act in role.acts)
     amounts_of = [unit.name] if shared else [f"device, {unit.name}", f"host, {unit.name}"]
     titles = ["one worker of", "strategy", "activity", *amounts_of, "allocations"]
     rows: list[list[str]] = []
-    for role in found.memory:
+    for role in run_plan.memory:
         if role.unknown:
             rows.append([role.role, role.strategy, "", *([""] if shared else ["", ""]), f"unknown: {role.unknown}"])
             continue
@@ -170,20 +169,20 @@ def _parts(role: RoleMemory, act: Any, unit: _Unit, *, verbose: bool) -> str:
     for use in taken:
         total[use.what] = total.get(use.what, 0) + use.num_bytes
     return ", ".join(
-        f"{what} {unit.text(count)}" for what, count in sorted(total.items(), key=lambda each: -each[1]) if count
+        f"{what} {unit.text(count)}" for what, count in sorted(total.items(), key=lambda item: -item[1]) if count
     )
 
 
-def _show_phases(console: Console, found: Plan) -> None:
+def _show_phases(console: Console, run_plan: Plan) -> None:
     """Print the phases in order, each with its fullest memory of each kind (slot, node)."""
     rows: dict[str, dict[str, Load]] = {}
-    for each in found.loads:
-        kind = "slot" if "slot" in each.where else "node"
-        row = rows.setdefault(each.phase, {})
-        if kind not in row or each.num_bytes > row[kind].num_bytes:
-            row[kind] = each
-    acts = {phase.name: phase.acts for phase in found.placement.pipeline.phases}
-    kinds = ["node"] if found.placement.platform.slots_share_cores else ["slot", "node"]
+    for load in run_plan.loads:
+        kind = "slot" if "slot" in load.where else "node"
+        row = rows.setdefault(load.phase, {})
+        if kind not in row or load.num_bytes > row[kind].num_bytes:
+            row[kind] = load
+    acts = {phase.name: phase.acts for phase in run_plan.placement.pipeline.phases}
+    kinds = ["node"] if run_plan.placement.platform.slots_share_cores else ["slot", "node"]
     unit = _unit(load.num_bytes for row in rows.values() for load in row.values())
     shown = [
         [
@@ -222,39 +221,39 @@ def _gib(count: int) -> str:
 # -- the result --------------------------------------------------------------------------------------------------------
 
 
-def _result(found: Plan, proposal: Proposal | None) -> Iterator[str]:
+def _result(run_plan: Plan, proposal: Proposal | None) -> Iterator[str]:
     yield ""
-    for problem in found.placement.problems:
+    for problem in run_plan.placement.problems:
         yield f"✗ the run would not start: {problem}"
-    for note in found.placement.notes:
+    for note in run_plan.placement.notes:
         yield f"· {note}"
-    for (source, target), choice in found.placement.weights.items():
+    for (source, target), choice in run_plan.placement.weights.items():
         why = f" ({'; '.join(choice.passed_over)})" if choice.passed_over else ""
         yield f"· weights of {source} reach {target} by {choice.provider.name}{why}"
-    unknown = [role.role for role in found.memory if role.unknown]
+    unknown = [role.role for role in run_plan.memory if role.unknown]
     if unknown:
         yield f"· the memory of {' and '.join(unknown)} is unknown (see above) and not counted below"
-    for each in found.fullest:
-        yield _sentence(each, whole=not unknown)
-    if not found.over:
+    for load in run_plan.fullest:
+        yield _sentence(load, all_known=not unknown)
+    if not run_plan.over:
         return
     if proposal is None:
         yield "  no setting reduces it: use a smaller model, more slots, or slots with more memory"
         return
-    whole = "it fits with" if not proposal.over else f"closest, {_gib(proposal.over)} GiB above the limit"
-    yield f"  {whole}: {' '.join(proposal.overrides)}"
+    outcome = "it fits with" if not proposal.over else f"closest, {_gib(proposal.over)} GiB above the limit"
+    yield f"  {outcome}: {' '.join(proposal.overrides)}"
     for costs in explained(proposal.changes):
         yield f"    cost: {costs}"
 
 
-def _sentence(load: Load, *, whole: bool) -> str:
-    """Describe the fullest memory on one line. `whole`: the memory use of every role is known."""
+def _sentence(load: Load, *, all_known: bool) -> str:
+    """Describe the fullest memory on one line. `all_known`: the memory use of every role is known."""
     amount = f"{_gib(load.num_bytes)} GiB in {load.phase!r} ({load.where})"
     if load.free is None:
         return f"· needs {amount}; free memory is unknown: give --slot-memory and --host-memory"
     if load.over:
         return f"✗ does not fit by {_gib(load.over)} GiB: needs {amount}, {_gib(load.free)} GiB are free"
-    if not whole:
+    if not all_known:
         return f"· the other roles need at most {amount}, {_gib(load.free)} GiB are free"
     return f"✓ fits: at most {amount}, {_gib(load.free)} GiB are free"
 
@@ -262,23 +261,28 @@ def _sentence(load: Load, *, whole: bool) -> str:
 # -- for programs ------------------------------------------------------------------------------------------------------
 
 
-def _plain(found: Plan, proposal: Proposal | None) -> dict[str, Any]:
-    placement = found.placement
+def _plain(run_plan: Plan, proposal: Proposal | None) -> dict[str, Any]:
+    placement = run_plan.placement
     return {
-        "starts": found.starts,
-        "fits": not found.over and found.known,
-        "known": found.known,
-        "over_bytes": found.over,
+        "starts": run_plan.starts,
+        "fits": not run_plan.over and run_plan.known,
+        "known": run_plan.known,
+        "over_bytes": run_plan.over,
         "platform": placement.platform.name,
         "executor": placement.executor.name,
         "slots_per_node": placement.per_node,
         "problems": list(placement.problems),
         "notes": list(placement.notes),
         "weights": [
-            {"source": source, "target": target, "transport": each.provider.name, "passed_over": list(each.passed_over)}
-            for (source, target), each in placement.weights.items()
+            {
+                "source": source,
+                "target": target,
+                "transport": choice.provider.name,
+                "passed_over": list(choice.passed_over),
+            }
+            for (source, target), choice in placement.weights.items()
         ],
-        "places": {role: [asdict(each) for each in workers] for role, workers in placement.places.items()},
+        "places": {role: [asdict(place) for place in workers] for role, workers in placement.places.items()},
         "memory": [
             {
                 "role": role.role,
@@ -289,9 +293,9 @@ def _plain(found: Plan, proposal: Proposal | None) -> dict[str, Any]:
                 "uses": [asdict(use) for use in role.uses],
                 "acts": {act: {on: role.num_bytes(act, on) for on in ("device", "host")} for act in role.acts},
             }
-            for role in found.memory
+            for role in run_plan.memory
         ],
-        "loads": [asdict(load) | {"over": load.over} for load in found.loads],
+        "loads": [asdict(load) | {"over": load.over} for load in run_plan.loads],
         "proposal": None
         if proposal is None
         else {"overrides": proposal.overrides, "over_bytes": proposal.over, "costs": explained(proposal.changes)},

@@ -69,10 +69,10 @@ def plan(
     registry = load_registry(disabled_plugins)
     with overrides_located():
         loaded = load(config, overrides, registry)
-    slot, host = (None if each is None else int(each * GIB) for each in (slot_memory_gib, host_memory_gib))
-    found = make_plan(loaded, registry, num_nodes=nodes, slot_bytes=slot, host_bytes=host)
-    proposal = smallest_change(loaded.config, registry, found) if found.over else None
-    return PlannedRun(loaded=loaded, plan=found, proposal=proposal)
+    slot, host = (None if gib is None else int(gib * GIB) for gib in (slot_memory_gib, host_memory_gib))
+    run_plan = make_plan(loaded, registry, num_nodes=nodes, slot_bytes=slot, host_bytes=host)
+    proposal = smallest_change(loaded.config, registry, run_plan) if run_plan.over else None
+    return PlannedRun(loaded=loaded, plan=run_plan, proposal=proposal)
 
 
 def make_plan(
@@ -118,7 +118,7 @@ def write_prediction(run: ActiveRun) -> None:
     config, registry = run.config, run.registry
     try:
         placement = place(config, registry.find(PipelineProvider, config.pipeline), registry)
-        found = prediction(plan_with(config, registry, placement, Capacity(host=None, slot=None)))
-        (run.dir / PREDICTION).write_text(json.dumps(found), encoding="utf-8")
+        predicted = prediction(plan_with(config, registry, placement, Capacity(host=None, slot=None)))
+        (run.dir / PREDICTION).write_text(json.dumps(predicted), encoding="utf-8")
     except (RollError, OSError) as error:
         log.info("memory of the run is not predicted: %s", error)

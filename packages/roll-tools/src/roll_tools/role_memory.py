@@ -186,7 +186,7 @@ def _compared(role: RoleSpec, config: RunConfig, placement: Placement) -> Compar
     planned = placement.pipeline.comparisons.get(role.name)
     if planned is None:
         return None
-    spec = model_spec(next(each for each in placement.pipeline.roles if each.name == planned.role), config, Path())
+    spec = model_spec(next(other for other in placement.pipeline.roles if other.name == planned.role), config, Path())
     return ComparedModel(hidden_size=size_of(spec, config).hidden_size, dtype=spec.dtype, num_arrays=planned.num_arrays)
 
 
@@ -277,9 +277,9 @@ def _model_folder(path: str) -> Path:
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(path, "config.json")
-        if isinstance(found, str):
-            return Path(found).parent
+        config_file = try_to_load_from_cache(path, "config.json")
+        if isinstance(config_file, str):
+            return Path(config_file).parent
         raise ModelError(
             f"{path} is neither a directory nor in the Hugging Face cache, and a plan downloads nothing: run"
             f" hf download {path} config.json, or set the model to a directory that has its config.json"
@@ -328,7 +328,7 @@ def _vocab_size(config: RunConfig) -> int:
     if tokenizer.kind == "char" and tokenizer.alphabet is None:
         raise ModelError("tokenizer.alphabet is missing, and a plan does not read the data: set tokenizer.alphabet")
     templates = {worker.data_args.template for worker in config.roles().values()}
-    marks = {token for each in templates for token in control_tokens(each)}
+    marks = {token for template in templates for token in control_tokens(template)}
     if tokenizer.chat_template is not None:
         marks |= set(tokens_of_template(Path(tokenizer.chat_template).expanduser().read_text(encoding="utf-8")))
     special = SPECIAL_TOKENS + len(marks)
@@ -351,8 +351,8 @@ def adapter_parameters(size: ModelSize, lora: LoraSpec) -> int:
         if lora.parameters and layer.experts and layer.chosen:
             # gate_up_proj and down_proj of experts of width w have rank × (2 × hidden + 3 × w) of 3 × hidden × w.
             width = layer.active_width / layer.chosen
-            each = 2 / (3 * width) + 1 / size.hidden_size
-            count += math.ceil(lora.max_rank * layer.experts * each * min(1, len(lora.parameters) / 2))
+            per_weight = 2 / (3 * width) + 1 / size.hidden_size
+            count += math.ceil(lora.max_rank * layer.experts * per_weight * min(1, len(lora.parameters) / 2))
     if lora.targets != ("all-linear",):
         for name, (inputs, outputs) in ends.items():
             if _is_target(f"model.{name}", lora.targets):

@@ -73,12 +73,12 @@ class Plan:
     @property
     def fullest(self) -> tuple[Load, ...]:
         """The worst load of each kind of memory (`node`, `slot`), the most overfull first."""
-        found: dict[str, Load] = {}
+        fullest: dict[str, Load] = {}
         for load in self.loads:
             kind = "slot" if "slot" in load.where else "node"
-            if kind not in found or (load.over, load.num_bytes) > (found[kind].over, found[kind].num_bytes):
-                found[kind] = load
-        return tuple(sorted(found.values(), key=lambda load: -load.over))
+            if kind not in fullest or (load.over, load.num_bytes) > (fullest[kind].over, fullest[kind].num_bytes):
+                fullest[kind] = load
+        return tuple(sorted(fullest.values(), key=lambda load: -load.over))
 
     @property
     def over(self) -> int:
@@ -123,7 +123,7 @@ def _phases(placement: Placement, memory: tuple[RoleMemory, ...]) -> Iterator[tu
     known = [role for role in memory if not role.unknown]
     for index, role in enumerate(known):
         phase = Phase(name=f"start of {role.role}", acts={role.role: "start"})
-        yield phase, _moved([(each, frozenset[str]()) for each in known[: index + 1]], phase, placement)
+        yield phase, _moved([(started, frozenset[str]()) for started in known[: index + 1]], phase, placement)
     roles: Moved = [(role, frozenset()) for role in known]
     for is_first in (True, False):
         for phase in placement.pipeline.phases:
@@ -134,13 +134,13 @@ def _phases(placement: Placement, memory: tuple[RoleMemory, ...]) -> Iterator[tu
 
 def _moved(roles: Moved, phase: Phase, placement: Placement) -> Moved:
     """Roles after those of the phase have taken their slots: others leave these, and each acting role returns."""
-    places, found = placement.places, []
+    places, moved = placement.places, []
     for role, away in roles:
         mine = slots_of(places[role.role])
         if any(mine & slots_of(places[other]) for other in phase.acts if other != role.role):
             away = ALL
-        found.append((role, away - _needs(role, phase)))
-    return found
+        moved.append((role, away - _needs(role, phase)))
+    return moved
 
 
 def _needs(role: RoleMemory, phase: Phase) -> frozenset[str]:
@@ -158,19 +158,19 @@ def _phase_loads(phase: Phase, placement: Placement, roles: Moved, capacity: Cap
     slots: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for role, away in roles:
         device, host = _by_memory(role, phase, away, placement)
-        for each in placement.places[role.role]:
-            nodes[each.node][role.role] += host
-            for slot in each.slots if _on_slots(role, placement) else ():
+        for worker in placement.places[role.role]:
+            nodes[worker.node][role.role] += host
+            for slot in worker.slots if _on_slots(role, placement) else ():
                 slots[slot][role.role] += device
                 contexts = 0 if placement.executor.in_process else slots[slot]["device context"]
                 slots[slot]["device context"] = contexts + CONTEXT_BYTES
     nodes[0]["libraries"] += PROCESS_BYTES  # the driver
     for workers in () if placement.executor.in_process else placement.places.values():
-        for each in workers:
-            nodes[each.node]["libraries"] += PROCESS_BYTES
-    found = [(f"node {node}", by_role, capacity.host) for node, by_role in sorted(nodes.items())]
+        for worker in workers:
+            nodes[worker.node]["libraries"] += PROCESS_BYTES
+    memories = [(f"node {node}", by_role, capacity.host) for node, by_role in sorted(nodes.items())]
     for slot, by_role in sorted(slots.items()):
-        found.append((f"node {slot // placement.per_node}, slot {slot}", by_role, capacity.slot))
+        memories.append((f"node {slot // placement.per_node}, slot {slot}", by_role, capacity.slot))
     return [
         Load(
             where=where,
@@ -179,13 +179,13 @@ def _phase_loads(phase: Phase, placement: Placement, roles: Moved, capacity: Cap
             free=free,
             by_role=tuple((name, count) for name, count in by_role.items() if count),
         )
-        for where, by_role, free in found
+        for where, by_role, free in memories
     ]
 
 
 def _on_slots(role: RoleMemory, placement: Placement) -> bool:
     """True if the role's slots have memory of their own (accelerators)."""
-    return not placement.platform.slots_share_cores and any(each.slots for each in placement.places[role.role])
+    return not placement.platform.slots_share_cores and any(worker.slots for worker in placement.places[role.role])
 
 
 def _by_memory(role: RoleMemory, phase: Phase, away: frozenset[str], placement: Placement) -> tuple[int, int]:
@@ -214,5 +214,5 @@ def prediction(plan: Plan) -> dict[str, Any]:
     return {
         "unknown": [role.role for role in plan.memory if role.unknown],
         "on_slots": not plan.placement.platform.slots_share_cores,
-        "phases": [list(each) for each in plan.taken],
+        "phases": [list(row) for row in plan.taken],
     }

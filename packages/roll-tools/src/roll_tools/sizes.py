@@ -72,8 +72,9 @@ def model_size(config: Mapping[str, Any], *, task: Task = "causal_lm", folder: P
 
 
 def _of_table(model_type: str, config: Mapping[str, Any], task: Task) -> ModelSize:
-    given = {key: each for key, each in config.items() if each is not None or key == "num_key_value_heads"}
-    keys = {**ARCHITECTURES[model_type], **given}  # without a number of key heads, there are as many as query heads
+    configured = {key: value for key, value in config.items() if value is not None or key == "num_key_value_heads"}
+    # Without a number of key heads, there are as many as query heads.
+    keys = {**ARCHITECTURES[model_type], **configured}
     keys["num_experts"] = config.get("num_local_experts") or keys.get("num_experts", 0)
     hidden, heads, vocab = keys["hidden_size"], keys["num_attention_heads"], keys["vocab_size"]
     size = keys.get("head_dim") or hidden // heads
@@ -128,7 +129,7 @@ def _layer(model_type: str, keys: Mapping[str, Any], index: int, size: int) -> L
         if model_type == "llama" and keys.get("mlp_bias"):
             biases += 2 * active + hidden
     return LayerSize(
-        parameters=sum(each.outputs * each.inputs for each in linears) + biases + norms + experts,
+        parameters=sum(linear.outputs * linear.inputs for linear in linears) + biases + norms + experts,
         linears=tuple(linears),
         active_width=active,
         experts=experts,
@@ -152,8 +153,8 @@ def _of_files(folder: Path, config: Mapping[str, Any], model_type: str, task: Ta
     layers = [0] * config["num_hidden_layers"]
     embedding = head = rest = 0
     for name, shape in _shapes(folder):
-        count, found = math.prod(shape), _LAYER.search(name)
-        if found is not None and (index := int(found[1] or found[2])) < len(layers):
+        count, match = math.prod(shape), _LAYER.search(name)
+        if match is not None and (index := int(match[1] or match[2])) < len(layers):
             layers[index] += count
         elif name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
             embedding += count
@@ -173,7 +174,7 @@ def _of_files(folder: Path, config: Mapping[str, Any], model_type: str, task: Ta
         num_heads=heads,
         normed_heads=False,
         max_positions=config.get("max_position_embeddings") or 0,
-        layers=tuple(LayerSize(parameters=each, active_width=width) for each in layers),
+        layers=tuple(LayerSize(parameters=count, active_width=width) for count in layers),
         embedding=embedding,
         head=head if task == "causal_lm" else hidden,
         final_norm=rest,
@@ -191,6 +192,6 @@ def _shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
                         f"{file} is not a safetensors file: header size {length} bytes, at most {_LONGEST_HEADER}"
                     )
                 header = json.loads(opened.read(length))
-            yield from ((name, each["shape"]) for name, each in header.items() if name != "__metadata__")
+            yield from ((name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
         except (OSError, ValueError, RecursionError, KeyError, struct.error) as error:
             raise ModelError(f"{file}: its header cannot be read: {error}") from error

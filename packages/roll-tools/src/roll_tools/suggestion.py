@@ -48,18 +48,18 @@ class Proposal:
     @property
     def overrides(self) -> list[str]:
         """The changes as command line arguments, `key=value`."""
-        return [f"{key}={_written(each)}" for change in self.changes for key, each in change.keys.items()]
+        return [f"{key}={_written(value)}" for change in self.changes for key, value in change.keys.items()]
 
 
 def smallest_change(config: RunConfig, registry: Registry, plan: Plan) -> Proposal | None:
     """The smallest change that makes `plan` fit, or else the one that comes closest. None if no change helps."""
     changes = _changes(config, registry, plan)
-    kinds = [list(each) for _, each in itertools.groupby(changes, key=lambda change: change.kind)]
+    kinds = [list(group) for _, group in itertools.groupby(changes, key=lambda change: change.kind)]
     nearest: Proposal | None = None
     for count in range(1, min(MAX_KINDS, len(kinds)) + 1):
         for chosen in itertools.combinations(kinds, count):
             # The strongest settings save most memory: if they do not fit together, skip the weaker ones.
-            strongest = _tried(config, registry, plan, [each[-1] for each in chosen])
+            strongest = _tried(config, registry, plan, [options[-1] for options in chosen])
             if strongest is None:
                 continue
             if strongest.over:
@@ -67,10 +67,10 @@ def smallest_change(config: RunConfig, registry: Registry, plan: Plan) -> Propos
                     nearest = strongest
                 continue
             settings = itertools.product(*chosen)
-            tries = (_tried(config, registry, plan, each) for each in settings)
-            return next((each for each in tries if each is not None and not each.over), strongest)
+            tries = (_tried(config, registry, plan, combination) for combination in settings)
+            return next((proposal for proposal in tries if proposal is not None and not proposal.over), strongest)
     if len(kinds) > MAX_KINDS:
-        everything = _tried(config, registry, plan, [each[-1] for each in kinds])
+        everything = _tried(config, registry, plan, [options[-1] for options in kinds])
         if everything is not None and (nearest is None or everything.over < nearest.over):
             return everything
     return nearest if nearest is not None and nearest.over < plan.over else None
@@ -79,10 +79,10 @@ def smallest_change(config: RunConfig, registry: Registry, plan: Plan) -> Propos
 def _tried(config: RunConfig, registry: Registry, plan: Plan, changes: Sequence[Change]) -> Proposal | None:
     keys = {key: value for change in changes for key, value in change.keys.items()}
     try:
-        found = plan_with(changed(config, keys), registry, plan.placement, plan.capacity)
+        new_plan = plan_with(changed(config, keys), registry, plan.placement, plan.capacity)
     except (RollError, ValueError):  # incompatible settings are no proposal
         return None
-    return Proposal(changes=tuple(changes), over=found.over)
+    return Proposal(changes=tuple(changes), over=new_plan.over)
 
 
 def _changes(config: RunConfig, registry: Registry, plan: Plan) -> Iterator[Change]:
@@ -131,8 +131,8 @@ def _smaller_scoring(role: RoleMemory, worker: WorkerConfig) -> Iterator[Change]
         key, value = "max_tokens_per_microbatch_in_infer", worker.max_tokens_per_microbatch_in_infer
     else:
         key, value = "infer_batch_size", worker.infer_batch_size
-    for each in _halves(value):
-        keys = {f"{role.role}.{key}": each}
+    for smaller in _halves(value):
+        keys = {f"{role.role}.{key}": smaller}
         yield Change(kind=f"{role.role} scoring", keys=keys, costs="scoring takes more and smaller passes")
 
 
@@ -143,8 +143,8 @@ def _of_strategy(role: RoleMemory) -> Iterator[Change]:
         kind = f"{role.role} {' '.join(sorted(saving.keys))}"
         keys = {f"{role.role}.strategy_args.strategy_config.{key}": value for key, value in saving.keys.items()}
         ordered.setdefault(kind, []).append(Change(kind=kind, keys=keys, costs=saving.costs))
-    for each in ordered.values():
-        yield from each
+    for changes in ordered.values():
+        yield from changes
 
 
 def _halves(value: int) -> Iterator[int]:
