@@ -159,7 +159,7 @@ def closure(package: str, *extras: str) -> set[str]:
 
 
 OF_RUNS = {"jinja2", "pyarrow", "roll-rewards", "roll-tools", "roll-trackers", "tensorboard"}
-"""Distributions that a run needs, of the extra `train`. Train strategies require it: with one, `roll-core run` works."""
+"""Distributions of the extra `train`, which a run needs. Train strategies require it."""
 MODELS = {"peft", "safetensors", "tokenizers", "transformers"}
 KERNELS = {"ninja", "roll-kernels"}
 NOT_REQUIRED = {

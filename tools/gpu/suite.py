@@ -203,21 +203,30 @@ def missing_packages(path: Sequence[str]) -> list[str]:
     """
     found = list(metadata.distributions(path=list(path)))
     distributions = {normalised(name): each for each in reversed(found) if (name := each.metadata["Name"])}
-    files = [REPOSITORY / "packages" / f"roll-{name}" / "pyproject.toml" for name in NEEDED]
-    remaining = [
-        each for file in files for each in tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
-    ]
+    remaining = [f"roll-{name}" for name in NEEDED]
     seen, missing = set(), set()
     while remaining:
-        name = normalised(remaining.pop())
-        if name in seen or name.startswith("roll-"):
+        requirement = remaining.pop()
+        name = normalised(requirement)
+        if requirement in seen or name in missing:
             continue
-        seen.add(name)
-        if name not in distributions:
+        seen.add(requirement)
+        if name.startswith("roll-"):
+            remaining += required_by(name, re.findall(r"[\w-]+", requirement.partition("[")[2].partition("]")[0]))
+        elif name not in distributions:
             missing.add(name)
         elif Path(str(distributions[name].locate_file(""))) == SITE:
             remaining += [each for each in distributions[name].requires or [] if ";" not in each]
     return sorted(missing)
+
+
+def required_by(package: str, extras: Sequence[str]) -> list[str]:
+    """Requirements of a package of this repository with these extras."""
+    project = tomllib.loads((REPOSITORY / "packages" / package / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    optional = project.get("optional-dependencies", {})
+    return [*project["dependencies"], *(line for extra in extras for line in optional[extra])]
 
 
 def normalised(requirement: str) -> str:
