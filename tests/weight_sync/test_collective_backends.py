@@ -211,7 +211,7 @@ def test_the_driver_frees_ends_that_wait_for_a_device_in_vain(hanging):
     CollectiveTransport().cancel_transfer(sender.address, HOW)
     sending.join(30)
     receiving.join(30)
-    assert (type(sent[0]), sent[0].disconnected, sent[0].at) == (ReceiversLostError, (0,), "a")
+    assert (type(sent[0]), sent[0].disconnected, sent[0].tensor_name) == (ReceiversLostError, (0,), "a")
     assert isinstance(received[0], SenderLostError)
     assert "called off" in str(received[0])
     receiver.close()

@@ -88,4 +88,4 @@ def test_an_error_of_the_group_is_a_lost_receiver(monkeypatch):
     with pytest.raises(ReceiversLostError) as caught:
         sender.send(make_manifest(1, tensors.items()), iter(tensors.items()), Deadline(5))
     sender.close()
-    assert (caught.value.at, caught.value.disconnected) == ("a", (0, 1))
+    assert (caught.value.tensor_name, caught.value.disconnected) == ("a", (0, 1))

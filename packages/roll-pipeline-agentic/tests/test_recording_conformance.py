@@ -230,8 +230,8 @@ WRONG = {
     MixesRollouts: "rollouts_do_not_mix",
     IgnoresForeignReplies: "a_call_that_went_around_is_incomplete",
     IgnoresMissingTokens: "a_response_without_tokens_is_incomplete",
-    TrainsOnWhatNobodyReceived: "a_reply_that_nobody_received_is_no_turn",
-    SamplesLostRepliesAgain: "a_disconnected_client_gets_the_reply_when_it_repeats_the_request",
+    TrainsOnWhatNobodyReceived: "undelivered_reply_is_not_a_turn",
+    SamplesLostRepliesAgain: "disconnected_client_gets_the_reply_on_retry",
     HasNoLimits: "limits_refuse_calls",
 }
 TESTS = [name for name in vars(RecordingConformance) if name.startswith("test_")]
