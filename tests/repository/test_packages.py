@@ -136,10 +136,10 @@ def test_package_imports_what_it_requires():
     assert unimported == set(UNIMPORTED)
 
 
-def closure(package: str, *extras: str) -> set[str]:
+def closure(package: str) -> set[str]:
     """Names of all distributions that installing the package alone requires, as far as packages of ours name them."""
     names: set[str] = set()
-    pending = [Requirement(f"{package}[{','.join(extras)}]" if extras else package)]
+    pending = [Requirement(package)]
     seen: set[str] = set()
     while pending:
         requirement = pending.pop()

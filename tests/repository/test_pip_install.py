@@ -154,7 +154,7 @@ def test_configs_are_checked_and_planned_without_torch(tmp_path, wheels):
 @pytest.mark.timeout(1800)
 def test_the_core_and_the_hf_packages_give_the_quick_start(tmp_path, wheels):
     environment = Environment(tmp_path, wheels, os.environ.get("UV") or shutil.which("uv"))
-    environment.install("roll-core[hf]")
+    environment.install("roll-core", "roll-strategy-hf", "roll-infer-hf")
     assert not environment.has("ray")
     offered = json.loads(environment.roll_core("plugins", "--json").stdout)["plugins"]
     assert {each["package"] for each in offered} == {
