@@ -280,6 +280,14 @@ def test_lengths_beyond_a_table_of_positions_are_a_mistake(here, positions):
     assert [where for where, _ in found(text, *sources)] == expected
 
 
+def test_lengths_are_a_warning_for_a_role_elsewhere(here):
+    text = SFT.replace("MODEL", json.dumps(GPT2 | {"n_positions": 79}))
+    Path("run.yaml").write_text(f"{text}  environment: {sys.prefix}\n")
+    (warning,) = load("run.yaml", ["executor=ray"], load_registry(), needs=True).warnings
+    assert warning.key == "prompt_length"
+    assert mentions(warning.message, "hf_train of sft_train", "79", "80")
+
+
 @pytest.mark.parametrize(
     ("keys", "rows"),
     [

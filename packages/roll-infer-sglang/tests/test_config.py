@@ -149,6 +149,25 @@ def test_sequences_beyond_a_window_that_it_ignores_are_refused(keys, fits):
         SglangConfig().check_positions(keys, 32, 16)
 
 
+@pytest.mark.parametrize(
+    ("keys", "window"),
+    [
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "qwen2", "use_sliding_window": True}, 4096),
+        ({"model_type": "qwen2"}, None),
+        ({"model_type": "starcoder2"}, None),
+        ({"model_type": "mistral", "auto_map": {}}, None),  # the config class is the model's own
+    ],
+    ids=str,
+)
+def test_the_default_window_of_a_type_counts(keys, window):
+    SglangConfig().check_positions(keys, 4000, 96)
+    if window is None:
+        return SglangConfig().check_positions(keys, 4000, 97)
+    with raises_error(ValueError, "sliding_window", str(window), "4097"):
+        SglangConfig().check_positions(keys, 4000, 97)
+
+
 RUN = """\
 pipeline: rlvr
 prompt_length: 1024

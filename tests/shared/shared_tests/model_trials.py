@@ -302,8 +302,9 @@ def fact_row(rank: int, spec: ModelSpec) -> Row:
 def config_facts(model_types: Sequence[str] = ()) -> dict[str, Row]:
     """What transformers' classes say about these types, or about all that are language models or have a classifier.
 
-    `builds`: the kinds of models that an auto class builds. `experts`: the default number of experts, if any. `fields`:
-    config keys by the types of their values, as in the annotations; empty for a key that takes any value.
+    `builds`: the kinds of models that an auto class builds. `experts` and `window`: the default number of experts, and
+    of tokens in a sliding window, if any. `fields`: config keys by the types of their values, as in the annotations;
+    empty for a key that takes any value.
     """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
@@ -318,7 +319,8 @@ def config_facts(model_types: Sequence[str] = ()) -> dict[str, Row]:
         config = CONFIG_MAPPING[model_type]
         builds = [kind for kind, mapping in mappings.items() if config in mapping]
         if builds:
-            found[model_type] = {"builds": " ".join(builds), **_experts(config), "fields": _config_fields(config)}
+            row = {"builds": " ".join(builds), **_experts(config), **_window(config)}
+            found[model_type] = row | {"fields": _config_fields(config)}
     return found
 
 
@@ -338,6 +340,11 @@ def _experts(config: Any) -> Row:
         return {}
     number = next((defaults[key] for key in NUMBER_OF_EXPERTS if defaults.get(key)), 0)
     return {"experts": number} if number else {}
+
+
+def _window(config: Any) -> Row:
+    default = next((each.default for each in dataclasses.fields(config) if each.name == "sliding_window"), None)
+    return {"window": default} if isinstance(default, int) else {}
 
 
 def _config_fields(config: Any) -> Mapping[str, str]:

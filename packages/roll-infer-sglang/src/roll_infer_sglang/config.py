@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 from roll_core.spec.config import PositiveInt  # noqa: TC001 - pydantic reads the annotations
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
 from roll_modeling.engine_config import EngineConfig
-from roll_modeling.model_table import has_experts, num_experts
+from roll_modeling.model_table import has_experts, num_experts, sliding_window
 
 PLAIN_BACKEND = "triton"
 """Value of `moe_runner_backend` for which SGLang does not convert experts after loading them."""
@@ -96,10 +96,10 @@ class SglangConfig(_EngineKeys):
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
         """Also raise `ValueError` if prompt plus response exceeds a sliding window that SGLang ignores."""
         super().check_positions(keys, prompt, response)
-        model_type, window = str(keys.get("model_type")), keys.get("sliding_window")
+        model_type, window = str(keys.get("model_type")), sliding_window(keys)
         # transformers' Qwen uses its window only if the config says so.
         used = keys.get("use_sliding_window", not model_type.startswith("qwen"))
-        if model_type in WITHOUT_WINDOWS and used and isinstance(window, int) and window < prompt + response:
+        if model_type in WITHOUT_WINDOWS and used and window is not None and window < prompt + response:
             raise ValueError(
                 f"SGLang computes full attention for a model of type {model_type}, whose sliding_window is {window}"
                 f" tokens, fewer than prompt_length {prompt} + response_length {response} = {prompt + response}: lower"

@@ -264,6 +264,12 @@ def num_experts(keys: Mapping[str, Any]) -> int:
     return int((next(filter(None, counts), 0) if counts else default) or 0)
 
 
+def sliding_window(keys: Mapping[str, Any]) -> int | None:
+    """`sliding_window` of the config, or the default of its `model_type`; None without a window."""
+    window = keys.get("sliding_window", _facts().types.get(_known_type(keys), {}).get("window"))
+    return window if isinstance(window, int) else None
+
+
 def _known_type(keys: Mapping[str, Any]) -> str:
     """The `model_type`; empty if it is not given, or if the model brings its own code."""
     model_type = keys.get("model_type")

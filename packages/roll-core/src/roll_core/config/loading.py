@@ -80,8 +80,8 @@ def load(
     warnings = tuple(
         ConfigProblem(str(composed.positions.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
         for key, reason in {
-            **model_warnings,
             **_beyond_positions(config),
+            **model_warnings,
             **_unread_keys(config),
             **config.training_warnings(),
             **config.warnings(parts),

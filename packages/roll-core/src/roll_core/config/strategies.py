@@ -437,7 +437,11 @@ class StrategyCheck:
             self._check_keys((*source, "model_args"), model, keys)
 
     def _supports(
-        self, check: Callable[[Mapping[str, Any]], str | None], keys: Mapping[str, Any], key_path: KeyPath
+        self,
+        check: Callable[[Mapping[str, Any]], str | None],
+        keys: Mapping[str, Any],
+        key_path: KeyPath,
+        code: str = "ROLL-C018",
     ) -> bool:
         """Report what `check` says about the model of `keys` at a key of the config. False after a mistake."""
         role = ".".join(self.path)
@@ -445,7 +449,7 @@ class StrategyCheck:
             warning = check(keys)
         except ValueError as error:
             if self.parts.runs_here(self.role):
-                self.report(key_path, f"{self.provider.name} of {role}: {error}", code="ROLL-C018")
+                self.report(key_path, f"{self.provider.name} of {role}: {error}", code=code)
                 return False
             warning = str(error)
         if warning:
@@ -472,12 +476,9 @@ class StrategyCheck:
     def _check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
         """Check that the model has a position for every token of the longest sequence. Report it for one role."""
         key_path: KeyPath = ("prompt_length",)
-        if not self.parts.runs_here(self.role) or any(finding.path == key_path for finding in self.parts.findings):
-            return
-        try:
-            self.strategy.check_positions(keys, prompt, response)
-        except ValueError as error:
-            self.report(key_path, f"{'.'.join(self.path)}: {error}", code="ROLL-C014")
+        if self.parts.check_needs and all(finding.path != key_path for finding in self.parts.findings):
+            check = self.strategy.check_positions
+            self._supports(lambda keys: check(keys, prompt, response), keys, key_path, "ROLL-C014")
 
     def _check_router_replay(self) -> None:
         """Check that engine and trainer of the policy support router replay with this model."""
