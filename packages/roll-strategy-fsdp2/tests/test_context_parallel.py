@@ -10,6 +10,7 @@ from roll_core.spec.model import MeshInfo
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
 from roll_testing.errors import raises_error
+from roll_testing.models import MIXERS
 from roll_testing.ranks import RanksFailedError
 
 pytestmark = pytest.mark.engine
@@ -37,6 +38,12 @@ def test_a_model_that_computes_with_padding_is_refused(ranks, config):
 def test_model_that_mixes_tokens_outside_attention_is_refused(ranks, config):
     with raises_error(RanksFailedError, "ModelError"):
         ranks(train_with_tokens_mixed, Job(world_size=2, config=config))
+
+
+def test_a_model_without_attention_heads_is_refused(ranks):
+    job = Job(world_size=2, config=ULYSSES, model={"random_init": MIXERS["mamba2"]})
+    with raises_error(RanksFailedError, "UnsupportedError", "Mamba2ForCausalLM"):
+        ranks(train, job)
 
 
 def test_sizes_must_divide_the_ranks():

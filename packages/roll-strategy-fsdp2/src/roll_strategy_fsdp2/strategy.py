@@ -143,7 +143,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
         context = Ulysses(group)
         among = self.meshes.tensor_size
         for layer in layer_configs(self.model.config):
-            heads: int = layer.num_attention_heads
+            heads: int = getattr(layer, "num_attention_heads", 0)  # state-space models have none
             key_heads: int = getattr(layer, "num_key_value_heads", None) or heads
             context.check_heads(heads // among, key_heads // among, "ulysses_size")
         return context
