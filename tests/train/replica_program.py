@@ -24,14 +24,14 @@ def sequence(tokens, masked_from):
     return TrainSequence(id=str(tokens), tokens=np.asarray(tokens), loss_mask=np.arange(length) >= masked_from)
 
 
-def run(rank, world_size, port, model, sequences, folder, attn_implementation, lora=None):
+def run(rank, world_size, port, model, sequences, folder, lora):
     """Two steps on this rank's share; returns the first gradient, the weights, and what was measured."""
     torch.set_num_threads(1)
     sequences = [sequence(*each) for each in sequences]
     strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=1e-2, num_steps=9, max_grad_norm=1.0))
     mesh = MeshInfo(role="student", rank=rank, world_size=world_size, master_port=port, num_threads=1, timeout_s=60)
     # Ranks that draw other weights get rank 0's.
-    spec = ModelSpec(random_init=model, seed=3 + rank, attn_implementation=attn_implementation, lora=lora)
+    spec = ModelSpec(random_init=model, seed=3 + rank, lora=lora)
     strategy.build(spec, mesh)
     share = [sequences[i] for i in balance(sequences, world_size)[rank]]
     micros = pack(share, totals=count_totals(sequences), max_sequences=2)
@@ -48,15 +48,11 @@ def run(rank, world_size, port, model, sequences, folder, attn_implementation, l
     strategy.forward_backward(micros, sft_objective())
     stats.append(strategy.optimizer_step())
     weights = torch.cat([each.flatten() for _, each in strategy.export_weights()])
-    strategy.export_model(folder / "export")
-    data_rank = strategy.data_rank
     strategy.close()
     return {
         "gradient": gradient.tolist(),
         "weights": weights.tolist(),
         "stats": [dataclasses.asdict(each) for each in stats],
-        "files": sorted(each.name for each in saved.iterdir()),
-        "data_rank": (data_rank.index, data_rank.size, data_rank.leader),
     }
 
 

@@ -28,7 +28,6 @@ SIZES = {
 }
 WINDOW = {"sliding_window": 4}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
-MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 LATENT = {
     "num_key_value_heads": 4,
     # Values are smaller than queries and keys.
@@ -44,12 +43,8 @@ LATENT = {
     "topk_group": 1,
 }
 FLAT = {
-    "llama": SIZES,
-    "qwen2": SIZES,
     "qwen3": {**SIZES, "head_dim": 8},
-    "mistral": SIZES | WINDOW,
     "gemma2": SIZES | MIXED | {"query_pre_attn_scalar": 8},
-    "gemma3_text": SIZES | MIXED,
     # Heads of different sizes; the last two layers use keys and values of earlier ones.
     "gemma4_text": SIZES
     | WINDOW
@@ -62,24 +57,12 @@ FLAT = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 61,
     },
-    "gpt_neox": {k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
-    "phi3": SIZES | WINDOW | {"pad_token_id": 0},
-    "olmo2": SIZES,
-    "cohere": SIZES | {"logit_scale": 0.3},
     "granite": SIZES | {"logits_scaling": 2.0},
-    "qwen3_moe": SIZES | MOE,
     "deepseek_v3": SIZES | LATENT | {"first_k_dense_replace": 1},
     "gpt_oss": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4},
     "gpt2": {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
-    "opt": {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "num_hidden_layers": 2,
-        "ffn_dim": 48,
-        "num_attention_heads": 4,
-    },
 }
+"""One of each kind of attention and of positions. `tests/models` tries every type."""
 PADDED = {
     # Sequences are longer than the number of keys that a query sees, those of the trial are not.
     "deepseek_v32": SIZES

@@ -49,9 +49,9 @@ def test_nothing_is_left_where_it_was(build, sequences, dtype):
     assert kept(strategy) == before
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_steps_after_an_onload_are_equal_bit_for_bit(build, sequences, dtype):
-    moved, stayed = build(training=TRAINING, dtype=dtype), build(training=TRAINING, dtype=dtype)
+def test_steps_after_an_onload_are_equal_bit_for_bit(build, sequences):
+    """In bf16; the kit moves fp32 states."""
+    moved, stayed = build(training=TRAINING, dtype="bf16"), build(training=TRAINING, dtype="bf16")
     step(moved, sequences), step(stayed, sequences)
     moved.forward_backward(pack(sequences), sft_objective())
     stayed.forward_backward(pack(sequences), sft_objective())

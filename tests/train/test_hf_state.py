@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from roll_core.algorithms.losses import ValueObjective, sft_objective
+from roll_core.algorithms.losses import sft_objective
 from roll_core.data.pack import pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError
@@ -41,16 +41,15 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("done", [0, 3])
-def test_a_loaded_state_continues_bit_for_bit(build, sequences, tmp_path, dtype, done):
-    straight = build(training=TRAINING, dtype=dtype)
-    train(straight, sequences, done)
+def test_a_loaded_state_continues_bit_for_bit(build, sequences, tmp_path):
+    """In bf16, and with the state of random numbers, beside what the kit requires."""
+    straight = build(training=TRAINING, dtype="bf16")
+    train(straight, sequences, 3)
     straight.save(tmp_path)
     drawn = torch.rand(3)
     expected = train(straight, sequences, 3)
 
-    resumed = build(training=TRAINING, dtype=dtype, seed=99)
+    resumed = build(training=TRAINING, dtype="bf16", seed=99)
     train(resumed, sequences, 1)  # whatever was there before is gone
     resumed.load(tmp_path)
     assert torch.equal(torch.rand(3), drawn)
@@ -118,12 +117,11 @@ def test_a_state_of_another_model_is_refused(build, tiny, tmp_path):
         build(training=TRAINING).load(tmp_path)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_export_loads_in_transformers_with_equal_logits(build, sequences, tiny, tmp_path, tied):
+def test_tied_export_loads_in_transformers_with_equal_logits(build, sequences, tiny, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+="), (), tmp_path / "tokenizer")
-    strategy = build(random_init=tiny | {"tie_word_embeddings": tied}, tokenizer=str(tmp_path / "tokenizer"))
+    strategy = build(random_init=tiny | {"tie_word_embeddings": True}, tokenizer=str(tmp_path / "tokenizer"))
     train(strategy, sequences, 2)
     strategy.export_model(tmp_path / "export")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -138,17 +136,6 @@ def test_export_loads_in_transformers_with_equal_logits(build, sequences, tiny, 
     assert tokenizer.decode(tokenizer("12+3=")["input_ids"]) == "12+3="
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-
-
-def test_a_trained_critic_comes_back_through_its_export(build, sequences, tmp_path):
-    strategy = build(task="value", training=TRAINING)
-    strategy.forward_backward(pack(sequences), ValueObjective())
-    strategy.optimizer_step()
-    strategy.export_model(tmp_path)
-    again = build(task="value", path=str(tmp_path), forward_only=True)
-    (micro,) = pack(sequences)
-    values = strategy.forward(micro, WantedOutputs(values=True)).values_T
-    torch.testing.assert_close(again.forward(micro, WantedOutputs(values=True)).values_T, values, rtol=0, atol=1e-6)
 
 
 def test_exported_weights_are_live_and_tied_ones_appear_once(build, sequences, tiny):

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 
 from roll_core.algorithms.losses import ValueObjective, sft_objective
-from roll_core.data.pack import count_totals, pack
+from roll_core.data.pack import pack
 from roll_core.errors import ModelError, UnsupportedError, WeightSyncError
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
@@ -30,7 +30,6 @@ MOE = {
     "head_dim": 8,
 }
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head", "embed_tokens"))
-OBJECTIVES = {"causal_lm": sft_objective(), "value": ValueObjective()}
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 GEMMA = {
     "model_type": "gemma2",
@@ -72,22 +71,6 @@ def merged_by_hand(strategy, lora):
             a, b = live[f"{layer}.lora_A.default.weight"], live[f"{layer}.lora_B.default.weight"]
             found[f"{layer}.weight"] = each.detach() + lora.alpha / lora.rank * torch.einsum("or,ri->oi", b, a).detach()
     return found
-
-
-def test_exported_adapters_are_those_that_are_merged(build, sequences):
-    strategy = build(lora=LORA, training=TrainingSpec(learning_rate=1e-2))
-    train(strategy, sequences)
-    exported = dict(strategy.export_adapters())
-    base = frozen(strategy)
-    layers = {name.rpartition(".lora_")[0] for name in exported}
-    assert set(exported) == {f"{layer}.lora_{side}.weight" for layer in layers for side in "AB"}
-    whole = dict(strategy.export_weights())
-    assert layers == {name.removesuffix(".weight") for name in merged_by_hand(strategy, LORA)}
-    for layer in layers:
-        a_RI, b_OR = exported[f"{layer}.lora_A.weight"], exported[f"{layer}.lora_B.weight"]
-        assert b_OR.abs().max() > 0
-        expected = base[f"{layer}.base_layer.weight"] + b_OR @ a_RI
-        torch.testing.assert_close(whole[f"{layer}.weight"], expected, rtol=1e-6, atol=1e-7)
 
 
 def test_adapters_are_not_exported_alone_where_they_are_not_all(build):
@@ -143,18 +126,6 @@ def test_the_gradient_equals_that_of_peft_on_plain_transformers(build, sequences
     assert found.keys() == expected.keys()
     flat, other = (torch.cat([each[name].flatten() for name in expected]) for each in (found, expected))
     assert float((flat - other).norm() / other.norm()) < 1e-6
-
-
-@pytest.mark.parametrize("task", OBJECTIVES)
-@pytest.mark.parametrize("split", [{"max_sequences": 1}, {"max_tokens": 10}], ids=str)
-def test_the_gradient_does_not_depend_on_the_split(build, sequences, task, split):
-    whole, parts = build(lora=LORA, task=task), build(lora=LORA, task=task, gradient_checkpointing=True)
-    for strategy in (whole, parts):
-        train(strategy, sequences, loss=OBJECTIVES[task])
-    whole.forward_backward(pack(sequences), OBJECTIVES[task])
-    parts.forward_backward(pack(sequences, totals=count_totals(sequences), **split), OBJECTIVES[task])
-    one, other = whole.optimizer.flat_grad, parts.optimizer.flat_grad
-    assert float((one - other).norm() / one.norm()) < 1e-5
 
 
 def test_adapters_of_a_bf16_model_are_float32_and_learn(build, sequences):
@@ -363,19 +334,6 @@ def test_merged_weights_equal_peft_under_the_model_names(build, sequences, tiny,
     assert all(torch.equal(merged[name], each) for name, each in expected.items())
 
 
-def test_merged_model_computes_as_the_model_with_adapters(build, sequences, tiny):
-    strategy = build(lora=LORA)
-    train(strategy, sequences, steps=6)
-    merged = {name: each.clone() for name, each in strategy.export_weights()}
-    for name, each in merged_by_hand(strategy, LORA).items():
-        torch.testing.assert_close(merged[name], each, rtol=0, atol=1e-6)
-    plain = build(forward_only=True)
-    plain.model.load_state_dict(merged)
-    found, expected = logprobs(strategy, sequences), logprobs(plain, sequences)
-    assert float((found - logprobs(strategy, sequences, base=True)).abs().max()) > 0.1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
 def test_merged_weights_are_copies_and_the_rest_is_live(build, sequences):
     strategy = build(lora=LORA)
     train(strategy, sequences)
@@ -406,8 +364,11 @@ def test_parameters_that_are_shards_are_made_whole_first(build, sequences):
 # -- the base model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [None, GPT2, GEMMA, MOE], ids=["qwen3", "gpt2", "gemma2", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [(None, "fp32"), (None, "bf16"), (GPT2, "fp32"), (GEMMA, "bf16"), (MOE, "fp32")],
+    ids=["qwen3", "qwen3 in bf16", "gpt2", "gemma2", "qwen3_moe"],
+)
 def test_model_without_adapters_equals_a_reference_bit_for_bit(build, sequences, tiny, keys, dtype):
     keys = keys or tiny
     strategy = build(random_init=keys, lora=LORA, dtype=dtype, gradient_checkpointing=keys is tiny)

@@ -46,8 +46,7 @@ def weights(strategy):
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("done", [0, 3])
+@pytest.mark.parametrize(("dtype", "done"), [("fp32", 0), ("bf16", 3)])
 def test_a_loaded_state_continues_bit_for_bit(build, sequences, tmp_path, name, dtype, done):
     straight = build(training=SPECS[name], dtype=dtype)
     train(straight, sequences, done)

@@ -1,4 +1,4 @@
-"""Data parallel over gloo: the gradient of a batch is the same on 1 to 4 ranks, packed or padded."""
+"""Data parallel over gloo, beyond the conformance kit: 4-bit base models, non-finite losses, experts of a flow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ SEQUENCES = [
     ([30, 31, 7, 9, 10, 55, 54, 53, 2, 6, 18, 19], 5),
     ([41, 42], 1),
 ]
-SPLITS = {"1": (1, "auto"), "2": (2, "auto"), "3": (3, "auto"), "4": (4, "auto"), "3-padded": (3, "sdpa")}
 
 IN_4_BITS = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0, load_in_4bit=True)
 
@@ -38,56 +37,14 @@ def host():
     host.close()
 
 
-@pytest.fixture(scope="module")
-def found(host, tmp_path_factory):
-    """What each rank of each job found, and the folder."""
-    folder = tmp_path_factory.mktemp("replicas")
-    jobs = {name: (SEQUENCES, size, kind) for name, (size, kind) in SPLITS.items()}
-    jobs |= {"few-1": (SEQUENCES[:1], 1, "auto"), "few-3": (SEQUENCES[:1], 3, "auto")}
-    return {"folder": folder} | {
-        name: host.run(run, size, free_port(), MODEL, sequences, folder / name, kind, num_ranks=size)
-        for name, (sequences, size, kind) in jobs.items()
-    }
-
-
 def relative(gradient, expected):
     one, other = torch.tensor(gradient), torch.tensor(expected)
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("name", SPLITS)
-def test_the_gradient_does_not_depend_on_the_number_of_ranks(found, name):
-    alone = found["1"][0]
-    for each in found[name]:
-        assert relative(each["gradient"], alone["gradient"]) < 1e-6
-        assert each["stats"][0]["grad_norm"] == pytest.approx(alone["stats"][0]["grad_norm"], rel=1e-5)
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_every_rank_has_bitwise_equal_weights(found, name):
-    for each in found[name]:
-        assert each["weights"] == found[name][0]["weights"]
-        assert each["stats"] == found[name][0]["stats"]
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_a_state_saved_by_all_ranks_continues_bit_for_bit(found, name):
-    for rank, each in enumerate(found[name]):
-        before, repeated = each["stats"][1:]
-        assert before == repeated
-        assert ("weights.safetensors" in each["files"]) == (rank == 0)
-        assert each["data_rank"] == (rank, len(found[name]), True)
-    assert (found["folder"] / name / "export" / "model.safetensors").is_file()
-
-
-def test_ranks_with_nothing_to_do_take_part(found):
-    for each in found["few-3"]:
-        assert relative(each["gradient"], found["few-1"][0]["gradient"]) < 1e-6
-
-
 def test_a_base_model_in_4_bits_is_that_of_rank_0(host, tmp_path):
     one, two = (
-        host.run(run, size, free_port(), MODEL, SEQUENCES, tmp_path / str(size), "auto", IN_4_BITS, num_ranks=size)
+        host.run(run, size, free_port(), MODEL, SEQUENCES, tmp_path / str(size), IN_4_BITS, num_ranks=size)
         for size in (1, 2)
     )
     for each in two:
