@@ -191,10 +191,6 @@ def test_an_engine_that_only_evaluates_needs_a_transport_too(tmp_path, registry)
     assert load(path, ["sft_train.strategy_args.strategy_name=hf_train"], registry).config.actor_infer
 
 
-def test_a_third_partys_transport_may_be_named(read):
-    assert read("hf_train", "hf_infer", "weight_transport=pigeon").weight_transport == "pigeon"
-
-
 def test_unknown_trainer_is_reported_once(read):
     with pytest.raises(ConfigError) as caught:
         read("hf_trian", "apart")

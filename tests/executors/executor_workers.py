@@ -141,14 +141,6 @@ class Recorder:
                 file.write(f"closed {self.place.rank}\n")
 
 
-class BrokenOnRank:
-    """Cannot be made on one rank."""
-
-    def __init__(self, place: Place, peers: Peers, rank: int) -> None:
-        if place.rank == rank:
-            raise ValueError(f"cannot be made on rank {rank}")
-
-
 ENGINE = """
 import sys, time
 from multiprocessing import resource_tracker, shared_memory
@@ -203,11 +195,6 @@ class Collective:
         total = torch.tensor(self.place.rank + 1)
         dist.all_reduce(total)
         return int(total)
-
-    def fail_before_reduce(self, rank: int) -> int:
-        if self.place.rank == rank:
-            raise ValueError("rank did not join")
-        return self.sum_of_ranks()
 
     def die_before_reduce(self, rank: int) -> int:
         if self.place.rank == rank:

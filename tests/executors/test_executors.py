@@ -15,7 +15,6 @@ import pytest
 
 from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import (
-    CorruptTensorError,
     GuardTrippedError,
     PlacementError,
     PluginLoadError,
@@ -108,13 +107,6 @@ def test_keywords_of_a_call_are_refused_instead_of_dropped(run: Run, group: Work
         call.args(1, seconds=0.0)
 
 
-def test_workers_have_a_placement_and_members_report_hosts(run: Run, group: WorkerGroup) -> None:
-    found = run(WorkerCall(group, "where").all())
-    assert [place.rank for place, _ in found] == [0, 1]
-    assert [member.rank for member in group.members] == [0, 1]
-    assert [member.pid for member in group.members] == run(WorkerCall(group, "process").all())
-
-
 def test_arrays_arrive_equal_and_writable(run: Run, group: WorkerGroup) -> None:
     sent = {"tokens": np.arange(200_000), "small": np.ones(3, np.float32), "text": "ünï", "none": None}
     for received in run(WorkerCall(group, "echo").all(sent)):
@@ -131,14 +123,6 @@ def test_local_workers_get_and_give_the_very_objects(started: tuple[str, Run, Wo
 
 
 # -- errors
-
-
-def test_our_error_keeps_its_class_and_gets_role_rank_and_host(run: Run, group: WorkerGroup) -> None:
-    host = group.members[1].host
-    with pytest.raises(CorruptTensorError) as caught:
-        run(WorkerCall(group, "corrupt").at(1))
-    assert mentions(str(caught.value), "reward rank 1", host, "layer.0.weight")
-    assert "in corrupt" in caught.value.trace
 
 
 def test_guard_that_trips_in_a_worker_keeps_its_id(run: Run, group: WorkerGroup) -> None:
@@ -172,11 +156,6 @@ def test_exit_in_a_worker_is_an_error_and_ends_nothing(run: Run, group: WorkerGr
     with raises_error(WorkerError, "SystemExit", "3"):
         run(WorkerCall(group, method).at(0))
     assert run(WorkerCall(group, "greet").at(0, "Ann")) == "good day Ann from 0"
-
-
-def test_unknown_method_is_named(run: Run, group: WorkerGroup) -> None:
-    with raises_error(WorkerError, "'Recorder'", "'gret'"):
-        run(WorkerCall(group, "gret").all("Ann"))
 
 
 def test_deadline_names_the_ranks_that_did_not_answer(run: Run, group: WorkerGroup) -> None:
@@ -222,23 +201,9 @@ def test_killed_worker_error_names_cause_and_stack(
 # -- starting and closing
 
 
-def test_failure_to_make_a_worker_names_it_and_leaves_nothing(run: Run, another: Executor) -> None:
-    broken = spec("broken", target="executor_workers:BrokenOnRank", args={"rank": 1})
-    with raises_error(WorkerError, "broken rank 1", "ValueError", "rank 1"):
-        run(another.start([spec("fine"), broken]))
-
-
 def test_worker_class_that_does_not_exist_is_named(run: Run, another: Executor) -> None:
     with raises_error(PluginLoadError, "reward rank 0", "executor_workers", "'Nobody'"):
         run(another.start([spec(ranks=1, target="executor_workers:Nobody")]))
-
-
-def test_workers_are_closed_once_and_closing_again_does_nothing(run: Run, another: Executor, tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    run(another.start([spec(args={"notes": str(notes)})]))
-    run(another.close())
-    run(another.close())
-    assert sorted(notes.read_text().splitlines()) == ["closed 0", "closed 1"]
 
 
 def test_variables_of_a_role_are_there_and_gone_afterwards(run: Run, another: Executor) -> None:

@@ -98,11 +98,6 @@ def test_a_directory_selects_the_transport_that_uses_one():
         chosen("one process", directory="/weights")
 
 
-def test_directory_transport_names_its_missing_key():
-    with pytest.raises(UnsupportedError, match=r"disk: .*model_update_dir"):
-        chosen("two hosts", infers=("disk",))
-
-
 def test_if_none_is_available_the_error_has_the_reason_for_each():
     with pytest.raises(UnsupportedError) as caught:
         chosen("one host", trains=("shared", "cuda_ipc", "disk"), infers=("shared", "cuda_ipc", "shm"))
@@ -112,11 +107,6 @@ def test_if_none_is_available_the_error_has_the_reason_for_each():
     assert "cpu" in reasons["cuda_ipc"]
     assert "train strategy" in reasons["shm"]
     assert "infer strategy" in reasons["disk"]
-
-
-def test_strategies_without_transports_cannot_be_connected():
-    with pytest.raises(UnsupportedError):
-        chosen("one host", trains=(), infers=())
 
 
 def test_a_plugins_transport_is_used_if_the_config_names_it():
@@ -136,13 +126,6 @@ def test_plugin_transport_with_a_priority_can_be_chosen():
     listed_only = registry_with(paper(priority=45, any_strategy=False))
     assert chosen("one device", registry=listed_only) == ("cuda_ipc", ["shared"])
     assert chosen("one device", registry=listed_only, trains=(*ALL, "paper"), infers=("paper",)) == ("paper", [])
-
-
-def test_a_plugins_transport_has_its_own_reasons():
-    sender, _ = pair("one host")
-    receivers = role("actor_infer", ("a", 2, ""), ("a", 3, ""))
-    with raises_error(UnsupportedError, "paper", "receiver"):
-        choose_transport(registry_with(paper()), sender, receivers, "paper")
 
 
 def test_config_may_name_a_builtin_transport():

@@ -77,46 +77,6 @@ def test_every_receiver_reads_every_publish(where):
         assert all(torch.equal(held[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_receivers_that_never_come_are_named(where):
-    sender = sender_of(3, where)
-    found = []
-    thread = receive_in_thread(sender.address, 1, found, publishes=1)
-    with pytest.raises(ReceiversLostError) as caught:
-        sender.send(MANIFEST, iter(TENSORS.items()), Deadline(0.5))
-    thread.join()
-    assert (caught.value.timed_out, caught.value.disconnected) == ((0, 2), ())
-    sender.close()
-
-
-def test_a_receiver_that_hangs_up_half_way_ends_the_sending(where):
-    sender = sender_of(1, where)
-    outcome = []
-
-    def send():
-        with pytest.raises(ReceiversLostError) as caught:
-            sender.send(MANIFEST, iter(TENSORS.items()), Deadline(10))
-        outcome.append(caught.value.disconnected)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    receiver = receiver_of(sender.address, 0)
-    next(receiver.receive(MANIFEST, Deadline(10)))
-    receiver.close()
-    thread.join()
-    assert outcome == [(0,)]
-    sender.close()
-
-
-def test_a_sender_that_closes_frees_receivers_that_wait(where):
-    sender = sender_of(1, where)
-    receiver = receiver_of(sender.address, 0)
-    threading.Timer(0.2, sender.close).start()
-    with raises_error(SenderLostError, "bucket-0"):
-        list(receiver.receive(MANIFEST, Deadline(10)))
-    receiver.close()
-    assert files_below(where) == []
-
-
 def test_silent_sender_raises_at_the_deadline(where):
     sender = sender_of(1, where)
     receiver = receiver_of(sender.address, 0)

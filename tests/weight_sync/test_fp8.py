@@ -81,16 +81,6 @@ def test_values_round_to_nearest_at_their_row_scale(matrix):
             assert codes[row, column] == nearest(float(ratio))
 
 
-@given(MATRICES)
-def test_the_error_is_at_most_half_a_step_of_the_row(matrix):
-    weight, scale = quantise_rows(torch.from_numpy(matrix))
-    back = weight.double().numpy() * scale.double().numpy()
-    found = np.abs(weight.double().numpy())
-    step = np.maximum(2.0 ** (np.floor(np.log2(np.maximum(found, 2.0**-6))) - 3), 2.0**-9)
-    bound = (step / 2 + 448 * 2.0**-23) * scale.double().numpy()  # and what the division in float32 rounds away
-    assert (np.abs(back - matrix.astype(np.float64)) <= bound).all()
-
-
 @given(MATRICES, st.randoms(use_true_random=False), st.integers(1, 12))
 def test_a_row_is_rounded_by_itself(matrix, random, chunk):
     """Whatever its place, its neighbours and how many are rounded at a time."""
@@ -305,7 +295,7 @@ def publisher(duo, transport, bucket_bytes=64 << 10, weight_format="fp8"):
     return WeightPublisher(duo.train, duo.infer, plan)
 
 
-@pytest.mark.parametrize("transport", ["shared", "shm", "cuda_ipc", "collective", "disk"])
+@pytest.mark.parametrize("transport", ["shared", "shm"])
 def test_receipts_have_the_digests_of_fp8_values(with_duo, transport):
     async def scenario(duo):
         await WorkerCall(duo.train, "set_fault").all("in_layers")

@@ -130,12 +130,6 @@ def test_a_backend_that_does_not_work_gives_way_to_gloo(way, caplog, groups):
     assert "this torch has no collective backend madeup" in said(caplog)
 
 
-def test_third_party_transport_is_tested_and_used_if_configured(way):
-    publisher, recorded = way(ALL, as_it_is, "acme")
-    assert publisher.plan.transport.name == recorded == "acme"
-    assert publisher.plan.route.self_test
-
-
 def test_engine_exit_during_the_self_test_is_an_error(way, monkeypatch):
     async def dies(publisher):
         raise WorkerDiedError("actor_infer", 0, "here", "receive_weights", "its process was killed")
