@@ -93,12 +93,6 @@ def test_run_that_lost_its_disk_resumes_from_the_store(local_runs, url):
     assert not (second.run_dir.path / "resumed" / "checkpoints" / "step-2").exists()
 
 
-def test_retention_applies_to_the_copies_too(local_runs, url):
-    result = local_runs.ok(local_runs.sft(save_steps=1, max_ckpt_to_keep=2, checkpoint_store=url))
-    assert steps(record(result)["checkpoint_store"])[-1] == 4
-    assert len(steps(record(result)["checkpoint_store"])) <= 2
-
-
 def test_copies_keep_the_newest_and_the_best(tmp_path, url):
     local = CheckpointDirectory(tmp_path / "run" / "checkpoints", keep=1)
 

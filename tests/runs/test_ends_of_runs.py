@@ -80,9 +80,8 @@ def steps_of(checkpoints: Path, pattern: str) -> list[int]:
     return [int(re.search(r"step-(\d+)", path.name)[1]) for path in checkpoints.glob(pattern)]
 
 
-def test_run_stopped_by_ctrl_c_is_reported_and_exits_with_130(runs):
-    if runs.executor == "ray":
-        pytest.skip("shown on the local executor; SIGTERM is shown on both")
+def test_run_stopped_by_ctrl_c_is_reported_and_exits_with_130(local_runs):
+    runs = local_runs
     process = start(runs, runs.rlvr(max_steps=10_000))
     run = wait_for_step(runs, process, 2)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -106,7 +105,7 @@ def test_run_stopped_by_ctrl_c_is_reported_and_exits_with_130(runs):
         ("local", 0.0),
         ("local", 0.3),
         pytest.param("ray", 0.0, marks=pytest.mark.ray),
-        pytest.param("ray", 0.3, marks=[pytest.mark.ray, pytest.mark.slow(ci=True)]),
+        pytest.param("ray", 0.3, marks=pytest.mark.ray),
     ],
 )
 def test_a_second_ctrl_c_while_a_run_ends_changes_nothing(local_runs, executor, pause_s):
@@ -222,8 +221,7 @@ def test_evaluation_interrupted_by_sigterm_runs_after_resuming(local_runs, monke
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("spec", [True, "auto"])
-def test_work_after_the_last_checkpoint_is_done_by_the_next_run(local_runs, monkeypatch, spec):
+def test_work_after_the_last_checkpoint_is_done_by_the_next_run(local_runs, monkeypatch):
     runs = local_runs
     held_out = {"data_args": {"file_name": str(runs.folder / "val.jsonl")}}
     config = runs.sft(max_steps=4, save_steps=2, eval_steps=2, validation=held_out)
@@ -236,7 +234,7 @@ def test_work_after_the_last_checkpoint_is_done_by_the_next_run(local_runs, monk
         first = runs.run(config)
     assert first.outcome == "failed"
     assert main(["checkpoint", "convert", str(first.run_dir.path), str(runs.folder / "converted")]) == 0
-    second = runs.ok(config | {"resume_from_checkpoint": spec})
+    second = runs.ok(config | {"resume_from_checkpoint": True})
     record = record_of(second.run_dir.path)
     assert (record["outcome"], record["resumed_step"], record["steps_done"]) == ("finished", 4, 4)
     assert second.run_dir.report.is_file()
@@ -248,7 +246,7 @@ def test_work_after_the_last_checkpoint_is_done_by_the_next_run(local_runs, monk
         weights = load_file(folder / "model.safetensors")
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
-    third = runs.run(config | {"resume_from_checkpoint": spec})
+    third = runs.run(config | {"resume_from_checkpoint": True})
     assert isinstance(third.error, GuardTrippedError)
     assert third.error.guard == "zero_steps"
     assert str(second.run_dir.path) in str(third.error)

@@ -247,25 +247,6 @@ def test_ctrl_c_ends_the_run_and_restores_the_handlers(sft, tmp_path, default_si
     assert read_record(tmp_path / "output" / "sft" / "latest" / "run.json")["outcome"] == "interrupted"
 
 
-@pytest.mark.parametrize("in_a_loop", [False, True])
-def test_a_run_that_ctrl_c_ended_resumes_to_the_same_losses(sft, default_sigint, in_a_loop):
-    sft |= {"max_steps": 4, "save_steps": 1}
-    whole = roll.run(sft | {"exp_name": "whole"})
-
-    def interrupt(step):
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    async def cell():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        return roll.run(sft, callbacks=[Recorded(interrupt)])
-
-    with pytest.raises(RunInterruptedError):
-        asyncio.run(cell()) if in_a_loop else roll.run(sft, callbacks=[Recorded(interrupt)])
-    resumed = roll.run(sft, {"resume_from_checkpoint": True})
-    assert [each["train/loss"] for each in resumed.history] == [each["train/loss"] for each in whole.history]
-
-
 def test_package_lists_its_lazy_attributes_and_refuses_others():
     assert {"run", "check", "plan", "RunResult"} <= set(dir(roll))
     with pytest.raises(AttributeError):

@@ -1,6 +1,7 @@
 """The checkpoint that a run resumes from, and those that it refuses."""
 
 import json
+import shutil
 import time
 from dataclasses import asdict
 from datetime import datetime
@@ -16,12 +17,25 @@ from roll_core.runtime.run.run_saver import SavedRole, SavedRun
 from roll_core.spec.config import TokenizerConfig
 from roll_testing.errors import check_error, mentions
 from roll_testing.runs import TINY
+from shared_tests.runs import PipelineRuns
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """The output of a run of four steps."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        runs = PipelineRuns(folder, "local")
+        runs.ok(runs.sft(save_steps=1))
+    return folder / "output"
 
 
 @pytest.fixture
-def saved(local_runs):
-    """The checkpoints of a run of four steps, oldest first."""
-    return CheckpointDirectory(local_runs.ok(local_runs.sft(save_steps=1)).run_dir.checkpoints).list()
+def saved(local_runs, output):
+    """The checkpoints of a copy of that run, oldest first."""
+    copy = shutil.copytree(output, local_runs.folder / "output", symlinks=True)
+    return CheckpointDirectory(copy / "sft" / "001" / "checkpoints").list()
 
 
 def flip(checkpoint, byte=2000):
@@ -40,8 +54,7 @@ def resumed_from(result):
     return json.loads(result.run_dir.record.read_text(encoding="utf-8"))["resumed_step"]
 
 
-@pytest.mark.parametrize("harm", [flip, cut])
-@pytest.mark.parametrize("spec", [True, "auto", "run"])
+@pytest.mark.parametrize(("harm", "spec"), [(flip, True), (cut, "auto"), (flip, "run")])
 def test_damaged_newest_checkpoint_falls_back_to_the_previous(local_runs, saved, harm, spec):
     harm(saved[-1])
     spec = str(saved[-1].path.parent.parent) if spec == "run" else spec
@@ -49,15 +62,6 @@ def test_damaged_newest_checkpoint_falls_back_to_the_previous(local_runs, saved,
     assert resumed_from(result) == 3
     assert mentions(result.run_dir.log.read_text(encoding="utf-8"), "step-4")
     assert [line["step"] for line in local_runs.metrics(result)] == [1, 2, 3, 4, 5]
-
-
-def test_damaged_named_checkpoint_fails_and_offers_the_previous(local_runs, saved):
-    flip(saved[-1])
-    result = local_runs.run(local_runs.sft(resume_from_checkpoint=str(saved[-1].path)))
-    assert (result.outcome, result.steps_done) == ("failed", 0)
-    assert mentions(str(result.error), "weights.safetensors")
-    assert mentions(str(result.error), saved[-2].path)
-    assert result.error.exit_code == 1
 
 
 @pytest.mark.parametrize("spec", [True, "auto"])
@@ -84,11 +88,6 @@ def test_latest_is_the_run_before_this_one(local_runs, saved, below):
     del exported["sft_train"]["model_args"]["random_init"]
     again = local_runs.ok(exported)
     assert f"pretrain: {result.run_dir.export}" in again.run_dir.config.read_text(encoding="utf-8")
-
-
-def test_only_the_newest_checkpoints_are_kept(local_runs):
-    result = local_runs.ok(local_runs.sft(save_steps=1, max_steps=4, max_ckpt_to_keep=2))
-    assert sorted(path.name for path in result.run_dir.checkpoints.iterdir()) == ["step-3", "step-4"]
 
 
 def test_checkpoint_of_another_pipeline_is_refused_early(local_runs, saved):
@@ -122,10 +121,8 @@ def stored_model(folder, **keys):
 @pytest.mark.parametrize(
     ("source", "key", "value"),
     [
-        ("random_init", "rope_theta", 5000.0),
         ("random_init", "hidden_act", "relu"),
         ("directory", "rope_theta", 5000.0),
-        ("directory", "rms_norm_eps", 0.1),
         ("overrides", "rope_theta", 5000.0),
     ],
 )

@@ -83,7 +83,7 @@ def test_filter_that_drops_everything_warns_and_run_continues(local_runs):
     assert result.steps_done == 2
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
 def test_generation_overlaps_training_within_the_staleness_bound(runs, ratio):
     result = runs.ok(
         asynchronous(
@@ -157,15 +157,6 @@ def test_an_asynchronous_run_resumes_with_the_groups_that_it_had(local_runs):
     assert lines[-1]["rollout/staleness/max"] <= 1
 
 
-def test_synchronous_run_may_resume_an_asynchronous_one(local_runs):
-    first = local_runs.ok(asynchronous(local_runs, 2.0, exp_name="one", max_steps=3, save_steps=3))
-    kept = saved(first, 3)[""]["kept"]
-    assert len(kept) == 8
-    checkpoint = str(first.run_dir.checkpoints / "step-3")
-    second = local_runs.ok(local_runs.rlvr(exp_name="two", max_steps=6, resume_from_checkpoint=checkpoint))
-    assert all(line["actor/logprob_gap"] < 1e-4 for line in local_runs.metrics(second)[3:])
-
-
 def test_surplus_prompts_keep_partial_responses_for_next_batch(local_runs):
     recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 4, "max_steps": 4, "save_steps": 1}
     whole = local_runs.ok(local_runs.rlvr(**recipe))
@@ -180,28 +171,9 @@ def test_surplus_prompts_keep_partial_responses_for_next_batch(local_runs):
     assert [line["step"] for line in local_runs.metrics(second)] == [1, 2, 3, 4]
 
 
-def test_groups_ready_first_are_trained_first_and_none_is_lost(local_runs):
-    recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 2, "take_first_ready": True}
-    result = local_runs.ok(local_runs.rlvr(max_steps=4, save_steps=4, **recipe))
-    lines = local_runs.metrics(result)
-    assert max(line["rollout/staleness/max"] for line in lines) == 1
-    assert all(0 <= line["rollout/passed_over_groups"] <= 2 for line in lines)
-    assert all(line["rollout/late_length_ratio"] > 0 for line in lines)
-    state = saved(result, 4)[""]
-    assert state["next"] == 4 * 4 + 2
-    assert len(state["kept"]) == 2
-
-
-def test_partial_responses_are_regenerated_unless_kept(local_runs):
-    recipe = {"is_use_additional_prompts": True, "max_additional_running_prompts": 4, "partial_rollout": False}
-    lines = local_runs.metrics(local_runs.ok(local_runs.rlvr(**recipe)))
-    assert all(line["rollout/mixed_version_share"] == 0 for line in lines)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_corrections_reach_the_loss(local_runs, level):
+def test_corrections_reach_the_loss(local_runs):
     correction = {
-        "is_weight": {"enabled": True, "weight_type": level, "upper_bound": 1.05},
+        "is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.05},
         "filters": [{"enabled": True, "agg_type": "token", "ratio_low": 0.9, "ratio_high": 1.1}],
     }
     lines = local_runs.metrics(
@@ -213,19 +185,7 @@ def test_corrections_reach_the_loss(local_runs, level):
     assert max(line["correction/bounded_share"] for line in lines) > 0
 
 
-def test_bounded_and_single_requests_train_as_well(local_runs):
-    lines = local_runs.metrics(
-        local_runs.ok(
-            local_runs.rlvr(
-                max_running_requests=3,
-                router_args={"router_name": "prompt_affinity"},
-            )
-        )
-    )
-    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
-
-
-@pytest.mark.parametrize(("router", "computed"), [("least_loaded", 2), ("prompt_affinity", 1), ("sticky", 1)])
+@pytest.mark.parametrize(("router", "computed"), [("least_loaded", 2), ("prompt_affinity", 1)])
 def test_separate_sibling_requests_share_the_prompt_if_colocated(local_runs, router, computed):
     """Four groups of four answers on two replicas; a prompt has four tokens and is computed on each that is asked."""
     config = local_runs.rlvr(
@@ -240,7 +200,7 @@ def test_separate_sibling_requests_share_the_prompt_if_colocated(local_runs, rou
     assert line["engine/actor_infer/shared_prompt_tokens"] == 4 * 4 * (4 - computed)
 
 
-@pytest.mark.parametrize(("seeded", "repeats"), [("auto", True), (True, True), (False, False)])
+@pytest.mark.parametrize(("seeded", "repeats"), [("auto", True), (False, False)])
 def test_seeded_runs_repeat_and_unseeded_samples_differ(local_runs, seeded, repeats):
     """All groups are of one row, asked at the same place in line of two replicas."""
     (row, *_) = (local_runs.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
@@ -334,7 +294,6 @@ def test_invalid_combinations_are_refused_before_the_start(local_runs, given, fa
         local_runs.run(local_runs.rlvr(**given))
 
 
-@pytest.mark.slow(ci=True)
 def test_killed_replica_is_replaced_and_no_response_is_lost(ray_runs, monkeypatch):
     """Its answers are drawn to their end by the other one, and from the next weights on there are two again."""
     runs, step = ray_runs, RLVRPipeline.step

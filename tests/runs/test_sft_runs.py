@@ -20,7 +20,6 @@ from roll_core.errors import ModelError
 from roll_testing.errors import mentions
 
 
-@pytest.mark.on_ray
 def test_a_run_leaves_a_complete_record(runs):
     result = runs.ok(runs.sft(track_with=["tensorboard"], eval_steps=2, save_steps=2))
     made = {path.name for path in result.run_dir.path.iterdir()}

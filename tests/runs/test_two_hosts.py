@@ -217,7 +217,12 @@ def cabled(clean_ray: None) -> Iterator[CabledHosts]:
         shutil.rmtree(scratch)
 
 
-@pytest.fixture(params=["cable pulled", pytest.param("node killed", marks=pytest.mark.slow(ci=True))])
+@pytest.fixture(
+    params=[
+        pytest.param("cable pulled", marks=pytest.mark.slow),
+        pytest.param("node killed", marks=pytest.mark.slow(ci=True)),
+    ]
+)
 def hosts(request: pytest.FixtureRequest, clean_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     if request.param == "cable pulled":
         yield request.getfixturevalue("cabled")
