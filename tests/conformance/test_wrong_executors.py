@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.slow(ci=True)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]  # the first of them waits for the suite
 
 ORDERED, ARGUMENTS = "test_results_are_ordered_by_rank", "test_workers_get_their_arguments"
 CAUSE, CLOSING = "test_the_cause_is_raised_before_its_consequences", "test_closing_closes_every_worker_once"

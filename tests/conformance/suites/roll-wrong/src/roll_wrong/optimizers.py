@@ -42,7 +42,7 @@ class RightSgd(Right):
         raise UnsupportedError("the state of this optimizer is not what others have")
 
 
-class Together:
+class _Together:
     """Several optimizers as one."""
 
     def __init__(self, each):
@@ -62,7 +62,7 @@ class RightMuon(RightSgd):
     """Steps along orthogonal matrices, whose size says nothing of the gradient's."""
 
     def made_optimizer(self):
-        return Together(muon(list(self.weights.values()), self.training))
+        return _Together(muon(list(self.weights.values()), self.training))
 
 
 class SgdMeanOfMicrobatches(RightSgd):

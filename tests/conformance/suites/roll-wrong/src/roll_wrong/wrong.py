@@ -207,7 +207,7 @@ class SkipNotReported(Right):
         return replace(super().skip(norm, rate), skipped=False)
 
 
-class StepsOnNaN(Right):
+class StepsOnNan(Right):
     """Takes every step."""
 
     def skip(self, norm, rate):
@@ -296,14 +296,14 @@ class DamageIgnored(Right):
             self.steps = 0
 
 
-class NamelessNaN(Right):
+class NamelessNan(Right):
     """Turns a loss that is NaN into nothing."""
 
     def backward(self, micro, loss, number):
-        return super().backward(micro, Silent(loss), number)
+        return super().backward(micro, _Silent(loss), number)
 
 
-class Silent:
+class _Silent:
     """A loss without its NaN."""
 
     def __init__(self, loss):
