@@ -442,7 +442,7 @@ def test_a_fragment_is_a_block_under_its_own_name(site, tmp_path, monkeypatch):
     assert config.actor_train.model_args.model_config_kwargs == {"heads": 4}
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 def test_sources_of_a_package_are_compiled_on_first_use(site, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -875,7 +875,7 @@ def test_the_python_api_runs_checks_interrupts_resumes_and_plans(tmp_path, monke
     assert len(found["table"]) == 20
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_simulated_devices_are_counted_and_renamed(tmp_path):
     page = "packages/roll-platform-sim/README.md"
     step = "import torch\ndef step():\n    torch.ones(2).to('sim').sum().item()\n"

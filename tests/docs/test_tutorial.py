@@ -89,7 +89,7 @@ def test_the_tutorials_environment_is_played_and_trained_in(here):
     assert undocumented(last) == []
 
 
-@pytest.mark.slow(ci=True)
+@pytest.mark.slow
 def test_the_tutorials_pipeline_replaces_one_stage(here, tmp_path):
     package = tmp_path / "roll-pipeline-signs"
     write_package("pipeline", "signs", package)

@@ -10,10 +10,13 @@ import pytest
 from shared_tests.simulated import REPOSITORY, npu_host, variables
 
 
-@pytest.mark.slow(ci=True)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("platform", "parts"), [("sim", ["decode", "resume", "sleep", "planner"]), ("npu", ["decode", "sleep"])]
+    ("platform", "parts"),
+    [
+        pytest.param("sim", ["decode", "resume", "sleep", "planner"], marks=pytest.mark.slow(ci=True)),
+        pytest.param("npu", ["decode", "sleep"], marks=pytest.mark.slow),
+    ],
 )
 def test_the_first_parts_pass_on_simulated_devices(platform, parts, tmp_path):
     """bf16 decoding, resume on two ranks, memory for a second process, and each phase's predicted peak memory."""

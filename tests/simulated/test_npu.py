@@ -10,7 +10,7 @@ import pytest
 
 from shared_tests.simulated import REPOSITORY, check_metrics, npu_host, program, run
 
-pytestmark = [pytest.mark.slow(ci=True), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ def host(tmp_path: Path) -> dict[str, str]:
     return npu_host(tmp_path)
 
 
+@pytest.mark.slow(ci=True)
 def test_doctor_and_plan_find_the_devices(host, tmp_path):
     found = json.loads(run("-m", "roll_core", "doctor", "--json", folder=tmp_path, **host))["findings"]
     levels = {(each["check"], each["subject"]): each["level"] for each in found}
@@ -28,6 +29,7 @@ def test_doctor_and_plan_find_the_devices(host, tmp_path):
     assert plan["fits"]
 
 
+@pytest.mark.slow(ci=True)
 def test_the_platform_computes(host):
     tests = REPOSITORY / "packages" / "roll-platform-npu" / "tests" / "test_conformance.py"
     select = "computes_in_what_it_supports or counts_allocations or counted_in_bytes"
@@ -35,6 +37,7 @@ def test_the_platform_computes(host):
     assert re.findall(r"\d+ (?:passed|skipped)", output) == ["3 passed"]
 
 
+@pytest.mark.slow
 def test_the_quick_start_has_the_cpus_metrics(host, tmp_path):
     found = program("example_runs", "npu", "sft", "grpo", folder=tmp_path, **host)
     for runs in found.values():

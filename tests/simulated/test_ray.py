@@ -8,7 +8,7 @@ import pytest
 
 from shared_tests.simulated import check_metrics, program
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow(ci=True), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
