@@ -9,13 +9,11 @@ import torch
 from pydantic import ValidationError
 
 from roll_core.algorithms import policy_losses
-from roll_core.algorithms.losses import policy_objective
 from roll_core.builtin.plugin import roll_policy_losses
 from roll_core.errors import DataError
 from roll_core.plugins.targets import load_target, schema_of
 from roll_core.spec.algorithms import PolicyLossParams
 from roll_core.spec.config import Config
-from roll_core.spec.train import TokenOutputs
 from roll_testing.errors import raises_error
 
 RECORDS = {record.name: record for record in roll_policy_losses()}
@@ -270,35 +268,6 @@ def test_a_loss_equals_a_loop_over_tokens(micro_of, name, given, old):
         assert found[micro.loss_mask_T].tolist() == pytest.approx(expected, rel=2e-4, abs=1e-5)
         assert flat.grad.tolist() == pytest.approx(gradients, rel=2e-4, abs=1e-4)
         assert all(torch.isfinite(each[micro.loss_mask_T]).all() for each in metrics.values())
-
-
-@pytest.mark.parametrize(("name", "given"), cases())
-def test_a_loss_does_not_depend_on_the_split(micro_of, name, given):
-    objective = policy_objective(
-        policy_loss=getattr(policy_losses, name), params=PolicyLossParams(options=given), entropy_metric=False
-    )
-
-    def total(parts, totals=None):
-        loss, gradient, metrics = 0.0, {}, {}
-        for rows in parts:
-            flat, micro = batch.micro(micro_of, rows, totals)
-            output = objective(TokenOutputs(logprobs_T=flat), micro)
-            output.loss.backward()
-            loss += output.loss.item()
-            gradient |= dict(zip(rows, flat.grad.split(list(micro.lengths)), strict=True))
-            for key, value in output.metrics.items():
-                if not key.endswith(("/max", "/min")):
-                    metrics[key] = metrics.get(key, 0.0) + float(value)
-        return loss, torch.cat([gradient[s] for s in range(5)]), metrics
-
-    batch = Batch(11)
-    totals = batch.micro(micro_of)[1].totals
-    loss, gradient, metrics = total([list(range(5))])
-    for parts in ([[s] for s in range(5)], [[4, 1], [0, 3, 2]]):
-        other_loss, other_gradient, other_metrics = total(parts, totals)
-        assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
-        assert torch.allclose(other_gradient, gradient, rtol=1e-5, atol=1e-6)
-        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -246,16 +246,6 @@ def test_an_only_reward_is_one_domain_whatever_the_tags():
     assert [each.advantages[-1] for each in sequences] == pytest.approx([0.5, 0.5, -0.5, -0.5])
 
 
-def test_rloo_compares_with_the_others_of_the_group():
-    # Three samples with 1, 0, 0: 1 - 0 = 1; 0 - 1/2 = -1/2 twice.
-    groups = groups_of((1.0, 0.0, 0.0))
-    _, sequences = step(
-        groups, adv_estimator="rloo", rollout_batch_size=4, num_return_sequences_in_group=3,
-        actor_train={"training_args": {"per_device_train_batch_size": 12}, "data_args": {"file_name": "x.jsonl"}},
-    )  # fmt: skip
-    assert [s.advantages[-1] for s in sequences] == pytest.approx([1.0, -0.5, -0.5])
-
-
 def test_kl_in_the_reward_is_charged_where_it_arises():
     # k1 per token: logprob -0.5 less reference -0.8 = 0.3, coefficient 0.1: -0.03 per token. gamma 1, REINFORCE:
     # the first token sees both charges and the reward, the last one charge and the reward.

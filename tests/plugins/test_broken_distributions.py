@@ -197,10 +197,9 @@ def test_plugin_check_fails_and_names_the_broken_plugin(site):
     assert mentions(done.stdout, "acme 1.0", "acme.plugin")
 
 
-@pytest.mark.parametrize("name", ["Roll_Acme", "roll-acme", "ROLL.acme"])
-def test_the_plugin_to_test_is_found_by_any_spelling_of_its_name(site, name):
+def test_the_plugin_to_test_is_found_by_any_spelling_of_its_name(site):
     site.install("Roll_Acme", source="import a_module_that_is_nowhere", module="roll_acme")
-    done = site.roll_core("plugins", "test", name)
+    done = site.roll_core("plugins", "test", "ROLL.acme")
     assert done.returncode == 2
     assert mentions(done.stderr, "ROLL-P002", "Roll_Acme", "'a_module_that_is_nowhere'")
 
@@ -308,8 +307,6 @@ def needing(needs):
     ("needs", "code", "listed"),
     [
         ('"no-such-engine>=2",', 0, "not_installed"),
-        ('("no-such-engine>=2", "no-such-engine-rocm>=2"),', 0, "not_installed"),
-        ('"packaging<2",', 2, "broken"),
         ('"no-such-engine>=2", "packaging<2"', 2, "broken"),
         ('("no-such-engine>=2", "packaging<2"),', 2, "broken"),
     ],
@@ -437,10 +434,11 @@ def test_plugin_bug_is_one_error_with_package_and_place(site, command):
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("error: KeyError: 'actor'\n")
     assert "of roll-acme 1.2 (roll_acme/parts.py:12 in AcmeConfig.roles)" in done.stderr
-    shown = site.roll_core("--traceback", command, "run.yaml")
-    assert shown.returncode == 1
-    assert "Traceback" in shown.stderr
-    assert 'return {}["actor"]' in shown.stderr
+    if command == "check":
+        shown = site.roll_core("--traceback", command, "run.yaml")
+        assert shown.returncode == 1
+        assert "Traceback" in shown.stderr
+        assert 'return {}["actor"]' in shown.stderr
 
 
 IMPORTS = {
@@ -460,17 +458,30 @@ IMPORTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def missing_imports(tmp_path_factory, new_site):
+    """The listing for programs, that for people, and the check of a good config and of one for each plugin."""
+    site = new_site(tmp_path_factory.mktemp("imports") / "site")
+    for number, (files, _) in enumerate(IMPORTS.values(), 1):
+        renamed = {name: text.replace("acme.engine", f"acme_{number}.engine") for name, text in files.items()}
+        site.install(f"acme-{number}", "1.2", files=renamed)
+    done = site.check("hf_infer", *(f"acme-{number}" for number in range(1, len(IMPORTS) + 1)))
+    return site.listing(), site.roll_core("plugins").stdout, done
+
+
 @pytest.mark.parametrize("name", IMPORTS)
-def test_check_and_listing_name_a_missing_import(site, name):
-    files, fact = IMPORTS[name]
-    site.install("acme", "1.2", files=files)
-    (problem,) = site.listing()["acme"]["broken"]
-    assert mentions(problem, "acme 1.2", fact)
-    assert f"broken: {problem}\n" in site.roll_core("plugins").stdout
-    done = site.check("acme", "hf_infer")
+def test_check_and_listing_name_a_missing_import(missing_imports, name):
+    listing, shown, done = missing_imports
+    number = list(IMPORTS).index(name) + 1
+    fact = IMPORTS[name][1].replace("acme.engine", f"acme_{number}.engine")
+    (problem,) = listing[f"acme-{number}"]["broken"]
+    assert mentions(problem, f"acme-{number} 1.2", fact)
+    assert f"broken: {problem}\n" in shown
+    place = f"run{number}.yaml:6:34: ROLL-P002 actor_infer.strategy_args.strategy_name"
+    (mistake,) = [each for each in re.split(r"^(?=run\d+\.yaml:)", done.stderr, flags=re.MULTILINE) if place in each]
+    assert mentions(mistake, fact)
     assert done.returncode == 2
-    assert mentions(done.stderr, "run0.yaml:6:34: ROLL-P002 actor_infer.strategy_args.strategy_name", fact)
-    assert mentions(done.stdout, "run1.yaml: ok:")
+    assert mentions(done.stdout, "run0.yaml: ok:")
 
 
 def test_guarded_and_computed_imports_are_left_to_the_import(site):

@@ -8,7 +8,7 @@ from typing import TextIO
 
 import pytest
 
-from roll_core.runtime.records.console import Console, detach_closed_output, time_table
+from roll_core.runtime.records.console import Console, detach_closed_output
 from roll_core.runtime.records.ledger import LedgerRow
 
 STEP = {
@@ -144,18 +144,6 @@ def test_no_figure_and_no_clock_is_cut(monkeypatch: pytest.MonkeyPatch, columns:
     assert ("1234" in last) is (" 1234 tokens/s " in last)
 
 
-def test_a_narrow_terminal_keeps_reward_loss_and_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    console, stream = terminal(monkeypatch, columns=80)
-    console.start(total_steps=200)
-    console.step(1, STEP | {"val/score/mean": 0.9})
-    console.close()
-    last = [drawn for drawn in re.split(r"[\r\n]", shown(stream)) if "tokens/s" in drawn][-1]
-    for part in ("1/200", "reward 0.500", "loss 0.0031", "1234 tokens/s"):
-        assert part in last
-    assert "kl" not in last
-    assert len(last) <= 80
-
-
 def test_warnings_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     console, stream = terminal(monkeypatch)
     console.start(total_steps=20)
@@ -166,13 +154,6 @@ def test_warnings_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(stream)
     assert "guard logprob_gap: too wide\n" in text
     assert text.index("guard logprob_gap") < text.rindex("2/20")
-
-
-def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    console, stream = terminal(monkeypatch)
-    console.start(total_steps=20, done=12)
-    console.close()
-    assert "12/20" in shown(stream)
 
 
 def test_final_summary_has_times_outcome_and_paths() -> None:
@@ -189,10 +170,6 @@ def test_final_summary_has_times_outcome_and_paths() -> None:
         ["total", "10.00", "100.0%"],
     ]
     assert lines[6:] == ["failed: out of [memory]", "run     output/x/001", "report  r.html"]
-
-
-def test_the_table_has_a_row_for_each_stage_and_the_total() -> None:
-    assert time_table(ROWS).row_count == len(ROWS) + 1
 
 
 def test_closing_twice_or_unstarted_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

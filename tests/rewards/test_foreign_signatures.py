@@ -12,7 +12,6 @@ from roll_rewards.function import FunctionReward
 from roll_rewards.function_config import FunctionConfig
 from roll_testing.errors import raises_error
 
-BOTH = pytest.mark.parametrize("isolation", ["process", "none"])
 CHAT = [{"role": "user", "content": "2+2?"}]
 
 LENGTH = """
@@ -98,7 +97,6 @@ def asked(asking, response, columns):
     return replace(request, messages=CHAT, sample=replace(request.sample, metadata=columns))
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("source", "response", "columns", "value"),
     [
@@ -113,9 +111,9 @@ def asked(asking, response, columns):
         (ASYNC, "1234", {}, 4.0),
     ],
 )
-def test_functions_of_trls_documentation_run_unchanged(reward_of, asking, isolation, source, response, columns, value):
+def test_functions_of_trls_documentation_run_unchanged(reward_of, asking, source, response, columns, value):
     request = asked(asking, response, columns)
-    assert reward_of(source, isolation=isolation).score(request).value == value
+    assert reward_of(source, isolation="none").score(request).value == value
 
 
 def test_a_function_for_trl_gets_what_trl_passes(reward_of, asking):
@@ -153,10 +151,9 @@ def test_invalid_return_of_a_trl_function_names_it(reward_of, asking, returned, 
         reward.score(asking("4"))
 
 
-@BOTH
 @pytest.mark.parametrize("row", [ROW, {key: ROW[key] for key in ("data_source", "extra_info")} | {"ground_truth": "4"}])
-def test_a_function_for_verl_runs_unchanged(reward_of, asking, isolation, row):
-    reward = reward_of(VERL, "compute_score", isolation=isolation)
+def test_a_function_for_verl_runs_unchanged(reward_of, asking, row):
+    reward = reward_of(VERL, "compute_score")
     assert [reward.score(asking(text, **row)).value for text in ("it is 4", "it is 5")] == [1.0, 0.0]
 
 
@@ -175,9 +172,8 @@ def test_invalid_return_of_a_verl_function_names_it(reward_of, asking, returned,
         reward_of(source, "compute_score", isolation="none").score(asking("4", **ROW))
 
 
-@BOTH
-def test_a_function_for_openrlhf_runs_unchanged(reward_of, asking, isolation):
-    reward = reward_of(OPENRLHF, label="answer", isolation=isolation)
+def test_a_function_for_openrlhf_runs_unchanged(reward_of, asking):
+    reward = reward_of(OPENRLHF, label="answer")
     found = [reward.score(asked(asking, text, {"answer": "4"})) for text in ("4", "5")]
     assert [each.value for each in found] == [1.0, 0.0]
     assert found[0].detail == {"scores": 0.5, "length": 11.0, "kind": "sum"}

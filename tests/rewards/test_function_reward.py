@@ -49,35 +49,32 @@ def test_a_function_gets_prompt_response_and_columns(reward_of, asking, isolatio
     assert reward.score(asking("4", "2+2?", answer=4, tags=["sum"])).value == 0.5
 
 
-@BOTH
-def test_a_function_gets_only_the_columns_that_it_names(reward_of, asking, isolation):
+def test_a_function_gets_only_the_columns_that_it_names(reward_of, asking):
     reward = reward_of(
-        "def f(question, reply, answer, *, unit=''): return float(reply == answer + unit)", isolation=isolation
+        "def f(question, reply, answer, *, unit=''): return float(reply == answer + unit)", isolation="none"
     )
     assert reward.score(asking("4 m", answer="4", unit=" m", difficulty=3, question="x")).value == 1.0
 
 
-@BOTH
-def test_a_column_called_like_an_argument_does_not_collide(reward_of, asking, isolation):
-    reward = reward_of("def f(prompt, response, **metadata): return len(metadata)", isolation=isolation)
+def test_a_column_called_like_an_argument_does_not_collide(reward_of, asking):
+    reward = reward_of("def f(prompt, response, **metadata): return len(metadata)", isolation="none")
     assert reward.score(asking("4", response_column=1)).value == 1
     request = asking("4")
     object.__setattr__(request.sample, "metadata", {"prompt": "p", "response": "r", "other": 1})
     assert reward.score(request).value == 1
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("returned", "value", "detail"),
+    ("isolation", "returned", "value", "detail"),
     [
-        ("1", 1.0, {}),
-        ("True", 1.0, {}),
-        ("-2.5", -2.5, {}),
-        ("__import__('numpy').float32(0.25)", 0.25, {}),
-        ("__import__('numpy').bool_(True)", 1.0, {}),
-        ("__import__('fractions').Fraction(1, 4)", 0.25, {}),
-        ("{'value': 0.5, 'format': 1, 'why': 'close'}", 0.5, {"format": 1.0, "why": "close"}),
-        ("__import__('roll_core.types').types.Reward(value=2.0, detail={'a': 1.0})", 2.0, {"a": 1.0}),
+        ("none", "1", 1.0, {}),
+        ("none", "True", 1.0, {}),
+        ("none", "-2.5", -2.5, {}),
+        ("none", "__import__('numpy').bool_(True)", 1.0, {}),
+        ("process", "__import__('numpy').float32(0.25)", 0.25, {}),
+        ("process", "__import__('fractions').Fraction(1, 4)", 0.25, {}),
+        ("process", "{'value': 0.5, 'format': 1, 'why': 'close'}", 0.5, {"format": 1.0, "why": "close"}),
+        ("process", "__import__('roll_core.types').types.Reward(value=2.0, detail={'a': 1.0})", 2.0, {"a": 1.0}),
     ],
 )
 def test_valid_return_values_are_rewards(reward_of, asking, isolation, returned, value, detail):
@@ -98,22 +95,28 @@ def test_function_may_report_a_failure(reward_of, asking, isolation, returned):
     assert (found.value, found.failure) == (None, "no judge")
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("body", "facts"),
+    ("isolation", "body", "facts"),
     [
-        ("return None", ("NoneType",)),
-        ("return '1.0'", ("str",)),
-        ("return [1.0]", ("list",)),
-        ("return 1j", ("complex",)),
-        ("return float('nan')", ("nan",)),
-        ("return float('-inf')", ("-inf",)),
-        ("return {'score': 1.0}", ("failure",)),
-        ("return {'value': 1.0, 'parts': [1]}", ("'parts'",)),
-        ("return {'value': 1.0, 'part': float('nan')}", ("'part'",)),
-        ("return {}['answer']", ("KeyError", "'answer'", "1")),
-        ("raise SystemExit(1)", ("SystemExit", "1")),
-        ("from roll_core.errors import RewardFailure; raise RewardFailure('judge offline')", ("judge", "offline")),
+        ("none", "return None", ("NoneType",)),
+        ("none", "return '1.0'", ("str",)),
+        ("none", "return [1.0]", ("list",)),
+        ("process", "return 1j", ("complex",)),
+        ("process", "return float('nan')", ("nan",)),
+        ("none", "return float('-inf')", ("-inf",)),
+        ("none", "return {'score': 1.0}", ("failure",)),
+        ("none", "return {'value': 1.0, 'parts': [1]}", ("'parts'",)),
+        ("process", "return {'value': 1.0, 'part': float('nan')}", ("'part'",)),
+        ("none", "raise SystemExit(1)", ("SystemExit", "1")),
+        *(
+            (isolation, body, facts)
+            for isolation in ("process", "none")
+            for body, facts in (
+                ("return {}['answer']", ("KeyError", "'answer'", "1")),
+                ("import roll_core.errors as e; raise e.RewardFailure('judge offline')", ("judge", "offline")),
+            )
+        ),
+        ("process", "raise SystemExit(1)", ("SystemExit", "1")),
     ],
 )
 def test_invalid_results_are_failures_with_their_cause(reward_of, asking, isolation, body, facts):
@@ -122,9 +125,8 @@ def test_invalid_results_are_failures_with_their_cause(reward_of, asking, isolat
         reward.score(asking("x"))
 
 
-@BOTH
-def test_a_failure_beside_a_value_is_a_failure(reward_of, asking, isolation):
-    made = reward_of("def f(p, r): return {'value': 1.0, 'failure': 'offline', 'part': 2}", isolation=isolation)
+def test_a_failure_beside_a_value_is_a_failure(reward_of, asking):
+    made = reward_of("def f(p, r): return {'value': 1.0, 'failure': 'offline', 'part': 2}", isolation="none")
     found = made.score(asking("x"))
     assert (found.value, found.failure, found.detail) == (None, "offline", {"part": 2.0})
 
@@ -138,16 +140,14 @@ def test_an_exception_without_a_text_is_a_failure(reward_of, asking, isolation):
     assert made.score(asking("y")).value == 1.0
 
 
-@BOTH
-def test_a_missing_column_is_a_failure_that_names_it(reward_of, asking, isolation):
-    reward = reward_of("def f(prompt, response, answer): return 1", isolation=isolation)
+def test_a_missing_column_is_a_failure_that_names_it(reward_of, asking):
+    reward = reward_of("def f(prompt, response, answer): return 1", isolation="none")
     with raises_error(RewardFailure, "TypeError", "'answer'"):
         reward.score(asking("x", solution=1))
 
 
-@BOTH
-def test_exception_names_the_empty_columns_of_the_row(reward_of, asking, isolation):
-    reward = reward_of("def f(prompt, response, answer, source, hint=None): return len(answer)", isolation=isolation)
+def test_exception_names_the_empty_columns_of_the_row(reward_of, asking):
+    reward = reward_of("def f(prompt, response, answer, source, hint=None): return len(answer)", isolation="none")
     with raises_error(RewardFailure, "TypeError", "answer", "hint") as caught:
         reward.score(asking("x", answer=None, source="book", hint=None))
     assert "source" not in str(caught.value)
@@ -190,18 +190,18 @@ def test_hanging_calls_without_isolation_are_limited(reward_of, asking):
     assert reward.score(asking("x", wait=lambda: 1.0)).value == 1.0
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("source", "function", "facts"),
+    ("isolation", "source", "function", "facts"),
     [
-        ("raise RuntimeError('no model')", "f", ("RuntimeError",)),
-        ("import no_such_module_anywhere", "f", ("'no_such_module_anywhere'",)),
-        ("import sys; sys.exit(1)", "f", ("SystemExit", "1")),
-        ("def g(prompt, response): return 1", "f", ("'f'",)),
-        ("def score(prompt, response): return 1", "scor", ("'scor'", "score?")),
-        ("f = 3", "f", ("int",)),
-        ("def f(prompt): return 1", "f", ("f(prompt, response, **metadata)",)),
-        ("async def f(prompt, response): return 1", "f", ("coroutine",)),
+        ("none", "raise RuntimeError('no model')", "f", ("RuntimeError",)),
+        ("process", "import no_such_module_anywhere", "f", ("'no_such_module_anywhere'",)),
+        ("none", "import sys; sys.exit(1)", "f", ("SystemExit", "1")),
+        ("process", "import sys; sys.exit(1)", "f", ("SystemExit", "1")),
+        ("none", "def g(prompt, response): return 1", "f", ("'f'",)),
+        ("none", "def score(prompt, response): return 1", "scor", ("'scor'", "score?")),
+        ("none", "f = 3", "f", ("int",)),
+        ("none", "def f(prompt): return 1", "f", ("f(prompt, response, **metadata)",)),
+        ("process", "async def f(prompt, response): return 1", "f", ("coroutine",)),
     ],
 )
 def test_unusable_function_is_reported_before_the_start(reward_of, isolation, source, function, facts):
@@ -211,19 +211,17 @@ def test_unusable_function_is_reported_before_the_start(reward_of, isolation, so
     assert "working directory" in caught.value.problems[0].hint
 
 
-@BOTH
-def test_a_method_of_a_class_can_be_named(reward_of, asking, isolation):
+def test_a_method_of_a_class_can_be_named(reward_of, asking):
     reward = reward_of(
         "class Judge:\n    @staticmethod\n    def f(prompt, response): return len(response)",
         "Judge.f",
-        isolation=isolation,
+        isolation="process",
     )
     assert reward.score(asking("four")).value == 4.0
 
 
-@BOTH
-def test_text_of_any_kind_arrives_as_it_is(reward_of, asking, isolation):
-    reward = reward_of("def f(prompt, response): return sum(map(ord, response)) + len(response)", isolation=isolation)
+def test_text_of_any_kind_arrives_as_it_is(reward_of, asking):
+    reward = reward_of("def f(prompt, response): return sum(map(ord, response)) + len(response)", isolation="process")
     for text in ["", "Grüße 世界 🎲", "\ud800 \x00", '{"result": {"value": 1}}\n', "x" * 10_000]:
         assert reward.score(asking(text)).value == sum(map(ord, text)) + len(text)
 

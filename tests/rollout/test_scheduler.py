@@ -660,11 +660,6 @@ def test_seeds_depend_only_on_the_step_a_group_started():
     assert len(set(seeds["one"].values())) == 12
 
 
-def test_the_lengths_of_the_fleet_differ():
-    """So that groups of these tests really finish out of order."""
-    assert len({length_of(prompt("a", i).id, j) for i in range(10) for j in range(4)}) > 30
-
-
 @pytest.mark.parametrize("judged", [True, False])
 def test_filter_error_reaches_the_caller_of_the_batch(judged):
     async def judge(prompt, group):
