@@ -26,6 +26,7 @@ from roll_testing.models import QWEN3
 from roll_testing.programs import Raised, raised
 
 PRELOAD = (
+    "fsdp2_programs",
     "packaging.requirements",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -37,6 +38,8 @@ PRELOAD = (
     "roll_strategy_fsdp2.strategy",
 )
 """What ranks import, once for all."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Variables of all ranks: one thread each, and an allocator that returns freed memory at once, to be measured."""
 LENGTHS = (5, 1, 9, 3, 12, 2, 7)
 TINY = {**QWEN3, "vocab_size": 61}
 MOE = TINY | {
@@ -323,6 +326,12 @@ def continue_after(rank: int, job: Job, folder: Path, done: int) -> dict[str, An
 def load_into(rank: int, job: Job, folder: Path) -> None:
     with built(rank, job) as strategy:
         strategy.load(folder / f"rank-{rank}")
+
+
+def load_each(rank: int, job: Job, folders: list[Path]) -> list[Raised | None]:
+    """What loading each of these states raises, in a strategy that stays as it was built."""
+    with built(rank, job) as strategy:
+        return [raised(lambda: strategy.load(folder / f"rank-{rank}")) for folder in folders]  # noqa: B023
 
 
 def export(rank: int, job: Job, folder: Path) -> dict[str, Any]:

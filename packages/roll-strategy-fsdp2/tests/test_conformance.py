@@ -1,13 +1,13 @@
 """The conformance kit of `roll_testing`: a few tests on two ranks here, all in CI; with `./run test-engines fsdp2` on
-every arrangement of ranks, and with `-m "not slow"` a few tests for each of these. That each of them computes what
-`hf_train` computes is in `test_numbers`, and that it continues in `test_state`."""
+every arrangement of ranks, which is slow. In CI, `test_numbers` compares each arrangement with `hf_train`, and
+`test_state` resumes them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from fsdp2_programs import MOE, PRELOAD
+from fsdp2_programs import ENVIRONMENT, MOE, PRELOAD
 
 from roll_testing import TrainStrategyConformance
 from roll_testing.models import write_checkpoint
@@ -27,6 +27,7 @@ class TestFSDP2(TrainStrategyConformance):
 
     name = "fsdp2_train"
     world_sizes = (2,)
+    environment = ENVIRONMENT
     preload = PRELOAD
 
 
@@ -35,11 +36,12 @@ class TestInfer(TrainStrategyConformance):
     """The twin that only scores."""
 
     name = "fsdp2_infer"
+    environment = ENVIRONMENT
     preload = PRELOAD
 
 
 @beside_the_engine
-@pytest.mark.brief
+@pytest.mark.slow
 class TestArrangements(TrainStrategyConformance):
     """Ranks that compute every sequence together, copies of the model, and checkpoints that are written meanwhile.
 
@@ -56,11 +58,12 @@ class TestArrangements(TrainStrategyConformance):
     }
     ranks_of: ClassVar = {"one": (1,), "2 x 2": (4,), "tensor 2": (4,), "ulysses 2": (2,), "ring 2": (2,)}
     parallelism: ClassVar = {"tensor_parallel": "tensor 2", "context_parallel": "ulysses 2"}
+    environment = ENVIRONMENT
     preload = PRELOAD
 
 
 @beside_the_engine
-@pytest.mark.brief
+@pytest.mark.slow
 class TestExperts(TrainStrategyConformance):
     """Two pairs of ranks with half of the experts each. One pair is in `test_numbers` and `test_router_replay`."""
 
@@ -68,6 +71,7 @@ class TestExperts(TrainStrategyConformance):
     variants: ClassVar = {"one": {}, "experts 2": {"ep_size": 2}}
     ranks_of: ClassVar = {"one": (1,), "experts 2": (4,)}
     parallelism: ClassVar = {"expert_parallel": "experts 2"}
+    environment = ENVIRONMENT
     preload = PRELOAD
 
     def model(self, task: Task, folder: Path) -> ModelSpec:

@@ -31,7 +31,7 @@ def test_bf16_stays_near_float32(ranks, case):
     check_low_precision(ranks, case.with_(strategy_config={"reshard_after_forward": True}), "bf16", 0.02)
 
 
-@pytest.mark.parametrize("reduces_each", [False, True])
+@pytest.mark.parametrize("reduces_each", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_with_different_experts_train_as_one_rank(ranks, case, reduces_each, tmp_path):
     pytest.importorskip("diffusers")
     keys = {"reduce_scatter_during_grad_accumulation": reduces_each}

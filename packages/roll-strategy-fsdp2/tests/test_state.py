@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from fsdp2_programs import (
     continue_after,
     export,
     furthest_from,
+    load_each,
     load_into,
     portable,
     same_weights,
@@ -28,13 +30,13 @@ from fsdp2_programs import (
 from safetensors.torch import load_file
 
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.errors import UnsupportedError
+from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_modeling.model import load_model
 from roll_testing.bench import Case
-from roll_testing.errors import raises_error
+from roll_testing.errors import mentions, raises_error
 from roll_testing.models import QWEN3, write_checkpoint
 from roll_testing.ranks import RanksFailedError
 from roll_testing.train_kit import registry
@@ -152,8 +154,11 @@ def test_no_file_of_a_state_is_a_pickle(saved):
     assert {name for name in names if not name.endswith((".safetensors", ".json"))} == set()
 
 
-@pytest.mark.parametrize("model", [{}, {"dtype": "bf16", "lora": LORA}], ids=["fp32", "bf16, adapters"])
-@pytest.mark.parametrize("config", [{}, TENSOR], ids=["2", "tensor 2"])
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [({}, {"dtype": "bf16", "lora": LORA}), (TENSOR, {})],
+    ids=["2, bf16, adapters", "tensor 2, fp32"],
+)
 def test_memory_that_is_moved_away_comes_back_bit_for_bit(ranks, config, model):
     for held, errors, moved, stayed in ranks(away_and_back, Job(world_size=2, config=config, model=model)):
         before, away, back = held
@@ -165,47 +170,54 @@ def test_memory_that_is_moved_away_comes_back_bit_for_bit(ranks, config, model):
         assert same_weights(moved["weights"], stayed["weights"])
 
 
-@pytest.mark.parametrize("config", [{"fsdp_size": 2}, TENSOR | {"ulysses_size": 2}], ids=["2 x 2", "2 x tensor 2"])
-def test_portable_state_is_equal_on_any_ranks(ranks, config):
-    (alone,) = ranks(portable, Job(world_size=1))
-    for each in ranks(portable, Job(world_size=4, config=config)):
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [({"fsdp_size": 2}, {}), (TENSOR | {"ulysses_size": 2}, {}), ({"ep_size": 2}, {"random_init": MOE})],
+    ids=["2 x 2", "2 x tensor 2", "experts 2"],
+)
+def test_portable_state_is_equal_on_any_ranks(ranks, config, model):
+    (alone,) = ranks(portable, Job(world_size=1, model=model))
+    for each in ranks(portable, Job(world_size=4, config=config, model=model)):
         assert each.keys() == alone.keys()
         assert max(float(np.abs(each[name] - alone[name]).max()) for name in alone) < 2e-5
 
 
-@pytest.mark.parametrize(
-    "harm", ["state.json lost", "state.json cut", "written-1.json lost", "shard lost", "shard cut"]
-)
-def test_a_damaged_state_is_named(ranks, saved, tmp_path, harm):
-    import shutil
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-40])
 
+
+HARMS = {
+    "state.json lost": lambda rank: (rank / "state.json").unlink(),
+    "state.json cut": lambda rank: cut(rank / "state.json"),
+    "state.json of another format": lambda rank: rewrite(rank / "state.json", format=99),
+    "written-1.json lost": lambda rank: (rank / "written-1.json").unlink(),
+    "shard lost": lambda rank: min((rank / "tensors").iterdir()).unlink(),
+    "shard cut": lambda rank: cut(min((rank / "tensors").iterdir())),
+}
+
+
+def rewrite(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_damaged_state_is_named(ranks, saved, tmp_path):
     folder, _ = saved(Job(world_size=2), 2)
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    what, how = harm.split()
-    target = min((copy / "rank-0" / "tensors").iterdir()) if what == "shard" else copy / "rank-0" / what
-    if how == "lost":
-        target.unlink()
-    else:
-        target.write_bytes(target.read_bytes()[:-40])
-    with raises_error(RanksFailedError, "CheckpointError", copy):
-        ranks(load_into, Job(world_size=2), copy)
+    copies = {name: tmp_path / f"copy-{number}" for number, name in enumerate(HARMS)}
+    for name, copy in copies.items():
+        shutil.copytree(folder, copy)
+        HARMS[name](copy / "rank-0")
+    for errors in ranks(load_each, Job(world_size=2), list(copies.values())):
+        for (name, copy), error in zip(copies.items(), errors, strict=True):
+            assert error is not None, name
+            assert error.is_a(CheckpointError), (name, error)
+            assert mentions(error.message, copy, *(["99"] if "format" in name else []))
 
 
-def test_a_state_of_another_model_or_format_is_refused(ranks, saved, tmp_path):
-    import shutil
-
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"intermediate_size": 64}])
+def test_a_state_of_another_model_is_refused(ranks, saved, change):
     folder, _ = saved(Job(world_size=2), 2)
-    for change in ({"num_hidden_layers": 3}, {"intermediate_size": 64}):
-        other = Job(world_size=2, model={"random_init": TINY | change})
-        with raises_error(RanksFailedError, "CheckpointError"):
-            ranks(load_into, other, folder)
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    state = json.loads((copy / "rank-0" / "state.json").read_text())
-    (copy / "rank-0" / "state.json").write_text(json.dumps(state | {"format": 99}))
-    with raises_error(RanksFailedError, "99"):
-        ranks(load_into, Job(world_size=2), copy)
+    with raises_error(RanksFailedError, "CheckpointError"):
+        ranks(load_into, Job(world_size=2, model={"random_init": TINY | change}), folder)
 
 
 def test_adapter_state_is_for_its_base_model_on_any_ranks(ranks, saved):
