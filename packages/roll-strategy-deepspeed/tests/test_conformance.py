@@ -54,6 +54,7 @@ class TestOffload(TrainStrategyConformance):
     preload = TestZero.preload
 
 
+@pytest.mark.brief
 class TestInfer(TrainStrategyConformance):
     """The twin that only scores, with an engine (stage 3) and without."""
 

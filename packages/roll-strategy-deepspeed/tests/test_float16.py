@@ -22,7 +22,8 @@ from shared_tests.module_programs import check_low_precision
 
 BATCH = make_batch(61)
 STEP = Step(sequences=BATCH, loss=LOSSES["sft"], split=SPLITS["three at a time"])
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+STAGES = pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+"""DeepSpeed has one optimizer for stages 1 and 2."""
 
 
 @pytest.fixture

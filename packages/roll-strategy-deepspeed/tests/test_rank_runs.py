@@ -1,4 +1,4 @@
-"""Runs on two DeepSpeed ranks: the numbers of one rank of `hf_train`."""
+"""Runs on two DeepSpeed ranks: the numbers of one rank of `hf_train`. CI compares steps in `test_strategy`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared_tests.runs import (
     check_two_ranks,
 )
 
-pytestmark = [pytest.mark.engine("deepspeed"), pytest.mark.ray, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine("deepspeed"), pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,6 @@ def zero(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage"), [("vocabulary", 3), ("vocabulary", 2), ("lora", 3), ("ema", 3), ("rollouts", 2)]
 )
@@ -44,12 +43,11 @@ def test_distillation(runs, name, stage):
     check_distillation(runs, name, "deepspeed", **zero(stage))
 
 
-@pytest.mark.parametrize(("name", "stage"), [pytest.param("dpo", 3, marks=pytest.mark.slow), ("reward_model", 2)])
+@pytest.mark.parametrize(("name", "stage"), [("dpo", 3), ("reward_model", 2)])
 def test_preferences(runs, name, stage):
     check_preference(runs, name, "deepspeed", zero_optimization={"stage": stage})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "stage"), [("flow_grpo", 0), ("refl", 1), ("flow_grpo", 2), ("nft", 3)])
 def test_reward_flow(tmp_path, objective, stage):
     runs = flow_runs(tmp_path)
@@ -57,6 +55,5 @@ def test_reward_flow(tmp_path, objective, stage):
     check_two_ranks(runs, config, "deepspeed", rel=1e-5, **zero(stage))
 
 
-@pytest.mark.slow
 def test_stale_rollouts(runs):
     check_stale_rollouts(runs, "deepspeed", **zero(2))

@@ -54,6 +54,11 @@ def zero(stage, **keys):
 ON_HOST = [{"zero_optimization": OFFLOADED[name]} for name in ("zero2", "zero3")]
 
 
+def sometimes(*values):
+    """Parameters that CI leaves out: DeepSpeed has one optimizer for stages 1 and 2, and one for stage 3."""
+    return [pytest.param(each, marks=pytest.mark.slow) for each in values]
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -81,7 +86,7 @@ def test_selective_recomputation_trains_as_hf_train(ranks, case, stage):
     trains_as_hf_train(ranks, recomputed, zero(stage) | {"recompute_granularity": "selective"})
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*sometimes(0, 1), 2, 3])
 def test_text_trains_a_model_with_images_as_in_hf_train(ranks, case, tmp_path, stage):
     trains_as_hf_train(ranks, case.with_(model=write_multimodal(tmp_path, "qwen3_vl")), zero(stage))
 
@@ -108,7 +113,7 @@ def test_non_finite_loss_of_a_rank_is_raised_on_all_ranks(ranks, case, stage):
         check_same_run("steps after the error", after, expected)
 
 
-@pytest.mark.parametrize("keys", [{"stage": 0}, OFFLOADED["zero1"], {"stage": 2}, {"stage": 3}], ids=str)
+@pytest.mark.parametrize("keys", [*sometimes({"stage": 0}, {"stage": 2}), OFFLOADED["zero1"], {"stage": 3}], ids=str)
 def test_moving_average_equals_hf_train_and_resumes_exactly(ranks, case, tmp_path, keys):
     """At stage 3, small parameters stay gathered between steps."""
     check_moving_average(ranks, case.with_(strategy_config={"zero_optimization": keys}, world_size=2), tmp_path)
@@ -127,7 +132,7 @@ def test_programs_in_bf16_stay_near_float32(ranks, case, stage):
     check_low_precision(ranks, case.with_(strategy_config=zero(stage)), "bf16", 0.02)
 
 
-@pytest.mark.parametrize("keys", [zero(0), zero(1), zero(2), zero(3), *ON_HOST], ids=str)
+@pytest.mark.parametrize("keys", [*sometimes(zero(0), zero(1), *ON_HOST), zero(2), zero(3)], ids=str)
 def test_ranks_with_different_experts_train_as_one_rank(ranks, case, keys, tmp_path):
     pytest.importorskip("diffusers")
     check_experts(ranks, case.with_(strategy_config=keys), tmp_path)
@@ -180,7 +185,7 @@ def test_memory_is_what_the_stage_leaves_on_each_rank(ranks, case, stage, copies
             assert found[part] == pytest.approx(copy * numbers, rel=0.03), part
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*sometimes(1), 2, 3])
 @pytest.mark.parametrize("parts", [("weights",), ("grads",), ("optimizer",), ("weights", "grads", "optimizer")])
 def test_offloaded_states_leave_the_memory(ranks, case, stage, parts):
     found: Held = ranks(move_and_count, case.with_(strategy_config=zero(stage)), STEPS[0], parts)[0]
@@ -200,7 +205,11 @@ def test_a_role_whose_weights_are_away_says_so(ranks, case):
 # -- no compiler -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [{"stage": 0}, *OFFLOADED.values()], ids=["zero0", *OFFLOADED])
+@pytest.mark.parametrize(
+    "keys",
+    [*sometimes({"stage": 0}, *OFFLOADED.values())[:-1], OFFLOADED["zero3, parameters too"]],
+    ids=["zero0", *OFFLOADED],
+)
 def test_a_host_without_a_compiler_computes_the_same(ranks, ranks_without_programs, case, keys):
     case = case.with_(strategy_config={"zero_optimization": keys})
     found, expected = (run(train, case, STEPS)[0] for run in (ranks_without_programs, ranks))

@@ -26,9 +26,9 @@ class TestDataParallel(TrainStrategyConformance):
     preload = PRELOAD
 
 
-@pytest.mark.brief
+@pytest.mark.slow
 class TestOneRank(TrainStrategyConformance):
-    """A rank that shares nothing."""
+    """A rank that shares nothing. In CI, `test_arrangements` trains some and `test_state` resumes one."""
 
     name = "megatron_train"
     preload = PRELOAD
@@ -49,6 +49,7 @@ class TestOverlapped(TrainStrategyConformance):
     ranks_of = {"one": (1,), "overlapped": (2,)}  # noqa: RUF012
 
 
+@pytest.mark.brief
 class TestScoring(TrainStrategyConformance):
     """The twin without optimizer, over two tensor parallel ranks."""
 

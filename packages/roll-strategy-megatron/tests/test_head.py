@@ -20,14 +20,7 @@ from head_programs import (
 from roll_core.errors import UnsupportedError
 from roll_modeling.logprobs import HeadRequest, LinearHead
 from roll_strategy_megatron.head import VocabularyShare, share_of_head
-from roll_testing.ranks import RankHost, free_port
-
-
-@pytest.fixture(scope="module")
-def host():
-    found = RankHost(preload=("head_programs",))
-    yield found
-    found.close()
+from roll_testing.ranks import free_port
 
 
 def problem_of(request, *, tokens=9, vocabulary=61, hidden=8, scale=1.0, seed=0, ids=0, factor=1.0, softcap=0.0):

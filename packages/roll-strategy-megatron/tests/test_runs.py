@@ -203,16 +203,13 @@ def test_grpo_with_engine_experts_on_ranks_equals_hf_train(run):
     assert all(0 < each["actor/routing_disagreement"] < 0.5 for each in steps)
 
 
+@pytest.mark.slow  # CI compares such heads and losses in `test_arrangements`
 @pytest.mark.parametrize(
     ("pipeline", "spread", "ranks"),
     [
-        pytest.param(
-            *("dpo", {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            *("kto", TENSOR | {"sequence_parallel": True, "context_parallel_size": 2}, 4), marks=pytest.mark.slow
-        ),
-        pytest.param("reward_model", SPREAD, 4, marks=pytest.mark.slow),
+        ("dpo", {"context_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4),
+        ("kto", TENSOR | {"sequence_parallel": True, "context_parallel_size": 2}, 4),
+        ("reward_model", SPREAD, 4),
         ("reward_model", TENSOR, 2),
     ],
 )
@@ -245,21 +242,15 @@ def test_preferences_give_the_numbers_of_one_rank_of_hf_train(run, tmp_path, pip
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.slow  # CI compares heads over shards in `test_head`
 @pytest.mark.parametrize(
     ("ranks", "spread", "given"),
     [
         pytest.param(2, TENSOR, {"kd_support": "full"}, id="the whole vocabulary"),
+        pytest.param(2, {"pipeline_model_parallel_size": 2}, {"kd_support": "full"}, id="stages"),
+        pytest.param(4, SPREAD | {"sequence_parallel": True}, {"kd_support": "full"}, id="both"),
         pytest.param(
-            2, {"pipeline_model_parallel_size": 2}, {"kd_support": "full"}, marks=pytest.mark.slow, id="stages"
-        ),
-        pytest.param(
-            4, SPREAD | {"sequence_parallel": True}, {"kd_support": "full"}, marks=pytest.mark.slow, id="both"
-        ),
-        pytest.param(
-            4,
-            TENSOR | {"context_parallel_size": 2},
-            {"kd_support": "student_topk", "logits_topk": 3},
-            marks=pytest.mark.slow,
+            *(4, TENSOR | {"context_parallel_size": 2}, {"kd_support": "student_topk", "logits_topk": 3}),
             id="K tokens",
         ),
     ],
