@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from roll_core.config import load
+from roll_core.data.tokenizers import make_tokenizer
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.run.loop import RunResult, execute
+from roll_core.spec.config import TokenizerConfig
 from roll_testing.runs import TINY
 
 if TYPE_CHECKING:
@@ -82,6 +84,12 @@ class AgenticRuns:
 
     def samples(self, result: RunResult) -> list[dict[str, Any]]:
         return [json.loads(line) for line in result.run_dir.samples.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One token per byte, without a chat template."""
+    return make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

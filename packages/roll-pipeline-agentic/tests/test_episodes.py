@@ -97,11 +97,6 @@ class Script(RolloutContext):
         raise AssertionError
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path_factory.mktemp("tokenizer"))
-
-
 def episodes(
     tokenizer: Any,
     create: Any,

@@ -26,11 +26,10 @@ import psutil
 import pytest
 
 from roll_core.data.rollouts import rows
-from roll_core.data.tokenizers import make_tokenizer
 from roll_core.pipelines.experience import Experience
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments
 from roll_core.spec.pipeline import RolloutPlan
 from roll_core.types import SamplingParams
 from roll_pipeline_agentic.agentic import EpisodeOrder
@@ -70,11 +69,6 @@ class Config:
 
     def max_reply_tokens(self, tag: str) -> int:
         return REPLY
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path_factory.mktemp("tokenizer"))
 
 
 class Ledger:

@@ -16,12 +16,10 @@ import torch
 
 from roll_core.algorithms.advantages import grpo
 from roll_core.data.rollouts import rows
-from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ContractError
 from roll_core.pipelines.experience import Experience, sample_metrics
 from roll_core.runtime.rollout.recording import group_from, saved_group
 from roll_core.spec.algorithms import AdvantageInput
-from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.types import Group, Reward
 from roll_pipeline_agentic.agentic import episode_metrics
@@ -34,11 +32,6 @@ from test_episodes import PROMPT, Config, Script, episodes
 
 if TYPE_CHECKING:
     from conftest import AgenticRuns
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path_factory.mktemp("tokenizer"))
 
 
 SEVEN = partial(Nim, low=7, high=7)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments
 from roll_pipeline_agentic import recording_server
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.recording import Limits, Recorder
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path_factory.mktemp("tokenizer"))
 
 
 class Endpoint:

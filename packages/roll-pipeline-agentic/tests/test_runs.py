@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -14,7 +14,7 @@ from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.errors import ConfigError, DataError, EnvironmentsFailedError
+from roll_core.errors import ConfigError, DataError
 from roll_core.spec.config import TokenizerConfig
 
 if TYPE_CHECKING:
@@ -126,16 +126,14 @@ from roll_core.spec.environment import Environment, Opening, Turn
 class Parity(Environment):
     """Blocking code, run in processes."""
 
-    def __init__(self, digits: int = 1, fails: bool = False):
-        self.digits, self.fails = digits, fails
+    def __init__(self, digits: int = 1):
+        self.digits = digits
 
     def reset(self, task, seed):
         self.number = seed % 10 ** self.digits
         return Opening(messages=[{"role": "user", "content": f"even or odd? {self.number}"}])
 
     def step(self, reply):
-        if self.fails:
-            raise ValueError("no such level")
         return Turn(reward=float(len(reply.text)), done=True)
 '''
 
@@ -155,43 +153,6 @@ def test_an_environment_of_the_user_is_a_file(own: AgenticRuns) -> None:
     assert line["score/max"] <= 3
 
 
-HINTS = """
-from roll_core.spec.environment import Environment, Opening, Turn
-
-NUMBERS = iter(range(100))
-
-
-class Hints(Environment):
-    async def reset(self, task, seed):
-        self.number, self.turns = next(NUMBERS), 0
-        return Opening(messages=[{"role": "user", "content": "go"}])
-
-    async def step(self, reply):
-        self.turns += 1
-        messages = [{"role": "user", "content": "on"}, {"role": "user", "content": "hint"}]
-        return Turn(reward=len(reply.text), done=self.turns == 2, messages=messages[: 1 + (self.number == 3)])
-"""
-ALTERNATES = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
-)
-
-
-def with_template(own: AgenticRuns, template: str) -> dict[str, Any]:
-    """The keys of a run whose tokenizer has a chat template."""
-    built = TokenizerConfig.model_validate(own.config()["tokenizer"])
-    tokenizer = make_tokenizer(built, (), own.folder / "tokenizer")
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(own.folder / "tokenizer")
-    (own.folder / "my_hints_env.py").write_text(HINTS, encoding="utf-8")
-    entry = {"environment": "my_hints_env:Hints", "isolation": "inline", "max_retries": 0}
-    given = own.config(
-        custom_envs={"hints": entry}, max_steps=1, tokenizer=None, pretrain=str(own.folder / "tokenizer")
-    )
-    given["actor_train"]["data_args"] = {"template": "native"}
-    return given | {"guards": {"reward_failures": "off"}}
-
-
 @pytest.mark.parametrize("source", ["made", "model"])
 def test_a_named_template_is_made_and_exported(own: AgenticRuns, source: str) -> None:
     given = own.config(max_steps=1)
@@ -207,23 +168,20 @@ def test_a_named_template_is_made_and_exported(own: AgenticRuns, source: str) ->
     assert exported.convert_tokens_to_ids("<|im_end|>") > 1
 
 
-def test_episode_with_refused_messages_fails_alone(own: AgenticRuns) -> None:
-    result = own.ok(with_template(own, ALTERNATES))
-    failures = [sample["failure"] for sample in own.samples(result) if sample["reward"] is None]
-    assert len(own.samples(result)) == 8
-    (failure,) = failures
-    assert "my_hints_env:Hints" in failure
-    assert own.metrics(result)[0]["env/hints/failures"] == 1
-
-
 def test_template_without_conversations_fails_before_the_start(
     own: AgenticRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = own.config(custom_envs={"parity": {"environment": "my_parity_env:Parity"}})
+    tokenizer = make_tokenizer(TokenizerConfig.model_validate(config["tokenizer"]), (), own.folder / "tokenizer")
+    tokenizer.chat_template = "{{ raise_exception('not for chats') }}"
+    tokenizer.save_pretrained(own.folder / "tokenizer")
+    config |= {"tokenizer": None, "pretrain": str(own.folder / "tokenizer")}
+    config["actor_train"]["data_args"] = {"template": "native"}
     monkeypatch.setattr("roll_core.runtime.run.loop.start_roles", None)  # which a call would show
-    result = own.run(with_template(own, "{{ raise_exception('not for chats') }}"))
+    result = own.run(config)
     assert isinstance(result.error, DataError)
     assert result.error.exit_code == 2
-    assert "custom_envs.hints" in str(result.error)
+    assert "custom_envs.parity" in str(result.error)
 
 
 TASKS = """
@@ -280,18 +238,6 @@ def test_options_of_the_users_environment_are_checked(own: AgenticRuns) -> None:
         "custom_envs.parity.env_config.digits": "ROLL-C013",
         "custom_envs.parity.env_config.size": "ROLL-C010",
     }
-
-
-def test_a_run_ends_after_too_many_failures_in_a_row(own: AgenticRuns) -> None:
-    entry = {
-        "environment": "my_parity_env:Parity",
-        "env_config": {"fails": True},
-        "isolation": "thread",
-        "max_retries": 1,
-    }
-    result = own.run(own.config(custom_envs={"parity": entry}, max_consecutive_failures=3))
-    assert isinstance(result.error, EnvironmentsFailedError)
-    assert "my_parity_env:Parity" in str(result.error)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.config import TokenizerConfig
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,11 +24,6 @@ def sim() -> Iterator[Any]:
         yield agentic_sim
     for name in {"agentic_sim", "common", "environments"} - known:  # names that other folders have as well
         del sys.modules[name]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path_factory.mktemp("tokenizer"))
 
 
 def simulated(
@@ -70,9 +62,3 @@ def test_heavy_tails_keep_an_asynchronous_run_near_its_bound(sim: Any, tokenizer
     assert found["staleness"] <= 8
     assert 0.95 <= found["of_bound"] <= 1
     assert sync["step_s"] / found["step_s"] >= 2.7
-
-
-def test_turns_cost_cpu(sim: Any, tokenizer: Any) -> None:
-    found = sim.cost(sim.Workload(), 16, 1, tokenizer)
-    assert found["turns"] >= 16 * 8
-    assert found["engine_us_per_turn"] > 0

@@ -225,10 +225,8 @@ FORGED = {
     "returns not a number": "def solve(*args): return float('nan')",
 }
 ATTEMPTS = OUTSIDE | BLOCKING | FORGED
-
-
-def test_there_are_forty_attempts():
-    assert len(ATTEMPTS) >= 40
+ENDING = [name for name, program in FORGED.items() if "raise" in program or "return []" in program]
+"""Forgeries that may end a loop of the tests early."""
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +248,7 @@ def results(tmp_path_factory, requesting):
             futures |= {f"{name} (call)": threads.submit(score, program, CALLS) for name, program in FORGED.items()}
             futures |= {f"{name} (code)": threads.submit(score, program, ASSERTS) for name, program in FORGED.items()}
             for kind, test in enumerate(LOOPS):
-                futures |= {f"{name} (loop {kind})": threads.submit(score, FORGED[name], [test]) for name in FORGED}
+                futures |= {f"{name} (loop {kind})": threads.submit(score, FORGED[name], [test]) for name in ENDING}
             futures |= {f"good {n}": threads.submit(score, GOOD, (STDIN, CALLS, ASSERTS)[n % 3]) for n in range(9)}
             futures |= {f"good loop {n}": threads.submit(score, GOOD, [test]) for n, test in enumerate(LOOPS)}
             yield {name: future.result() for name, future in futures.items()}, canary
