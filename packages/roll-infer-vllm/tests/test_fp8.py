@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -299,8 +300,6 @@ def test_in_bf16_logprobs_are_near_those_of_the_decoded_matrices():
 
 WIDE = biased(hidden_size=256, intermediate_size=512, num_attention_heads=2, num_key_value_heads=1)
 """Heads of 128; two ranks have the same key and value head."""
-
-
 EXPERTS = ModelSpec(
     random_init={
         "model_type": "qwen3_moe", "vocab_size": 100, "hidden_size": 256, "num_hidden_layers": 2,
@@ -310,12 +309,17 @@ EXPERTS = ModelSpec(
     seed=1,
     dtype="fp32",
 )  # fmt: skip
+MIXED = replace(
+    EXPERTS,
+    random_init={**EXPERTS.random_init, "num_key_value_heads": 1, "intermediate_size": 512, "mlp_only_layers": [0]},
+)
+"""A dense layer and one of experts."""
 
 
 @pytest.fixture(scope="module")
 def blocks():
     """An engine with scales per block, after its start."""
-    engine = begin(WIDE, BlockLive)
+    engine = begin(MIXED, BlockLive)
     try:
         yield engine
     finally:
@@ -328,7 +332,7 @@ def test_receipts_are_of_the_blocks_and_their_scales(blocks):
         manifest, receipt = blocks.publish()
         assert dict(receipt.digests) == digests(manifest)
     scales = {entry.name: entry.shape for entry in manifest.tensors if entry.name.endswith("_scale_inv")}
-    layer = "model.layers.1"
+    layer = "model.layers.0"
     assert scales[f"{layer}.self_attn.q_proj.weight_scale_inv"] == (2, 2)
     assert scales[f"{layer}.self_attn.k_proj.weight_scale_inv"] == (1, 2)
     assert scales[f"{layer}.mlp.down_proj.weight_scale_inv"] == (2, 4)
@@ -351,12 +355,7 @@ def gaps_of_short_prompts(engine):
 
 
 def test_logprobs_are_those_of_a_model_with_the_decoded_blocks(blocks):
-    blocks.step()
-    blocks.publish()
-    found, unrounded = gaps_of_short_prompts(blocks)
-    assert np.quantile(found, 0.6) < 1e-5
-    assert found.max() < 0.1
-    assert unrounded.min() > 1e-4
+    check_experts(blocks)
     output = blocks.generate("sampled", PROMPT, max_new_tokens=20, temperature=0.7).outputs[0]
     expected = blocks.logprobs([*PROMPT, *output.token_ids], len(PROMPT), 0.7)
     np.testing.assert_allclose(output.logprobs, expected, atol=0.2)
@@ -416,14 +415,6 @@ def check_experts(engine):
         _, receipt = engine.publish(wrong, manifest=manifest)
         held, sent = dict(receipt.digests), digests(manifest)
         assert {each for each in sent if held[each] != sent[each]} == {name}, axis
-
-
-def test_experts_have_blocks_and_are_computed_with_them():
-    engine = begin(EXPERTS, BlockLive)
-    try:
-        check_experts(engine)
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow
