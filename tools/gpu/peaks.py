@@ -1,6 +1,7 @@
 """Memory that `roll-core plan` predicts for each phase, beside the peaks of torch's allocator.
 
 Runs of GRPO in this process, whose trainer and engine share a device or have one each, and two ranks of `fsdp2_train`.
+Each with a deep model and long sequences, and with a wide model and short ones.
 Every sequence is as long as the config allows, which is what the plan assumes.
 """
 
@@ -32,15 +33,24 @@ ENGINE = {"start": "start of actor_infer", "update_weights": "publish", "generat
 
 
 def measured(
-    device: str, num_devices: int, model: Mapping[str, Any], length: int, kv_cache_gib: float
+    device: str,
+    num_devices: int,
+    shape: str,
+    model: Mapping[str, Any],
+    length: int,
+    kv_cache_gib: float,
+    *,
+    apart: bool,
 ) -> Iterator[tuple[str, Rows]]:
-    """Cases, each with its predicted and measured peaks."""
+    """Cases, each with its predicted and measured peaks. `shape` names the model. `apart` adds GRPO on two devices."""
     with tempfile.TemporaryDirectory() as name:
         common = {"device": device, "folder": Path(name), "model": model, "length": length}
-        yield "GRPO on one device", peaks_of_run(grpo(**common, kv_cache_gib=kv_cache_gib, together=True))
+        runs = {"one device": True} | ({"two devices": False} if num_devices > 1 and apart else {})
+        for where, together in runs.items():
+            config = grpo(**common, kv_cache_gib=kv_cache_gib, together=together)
+            yield f"GRPO on {where}, {shape}", peaks_of_run(config)
         if num_devices > 1:
-            yield "GRPO on two devices", peaks_of_run(grpo(**common, kv_cache_gib=kv_cache_gib, together=False))
-            yield "fsdp2_train, 2 ranks", peaks_of_ranks(sft(**common))
+            yield f"fsdp2_train, 2 ranks, {shape}", peaks_of_ranks(sft(**common))
 
 
 def shared_keys(device: str, folder: Path, length: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,11 @@ class MissedError(Exception):
 
 
 def qwen3(size: str) -> dict[str, Any]:
-    """A config of Qwen3's architecture: `tiny`, `little` (1 M), `small` (55 M), `0.6B` or `1.7B`."""
+    """A config of Qwen3's architecture: `tiny`, `little` (1 M), `wide` (3 M), `small` (55 M), `0.6B` or `1.7B`."""
     hidden, intermediate, layers, heads, kv_heads, head, vocabulary = {
         "tiny": (64, 192, 2, 4, 2, 16, 512),
         "little": (128, 384, 4, 4, 2, 32, 2048),
+        "wide": (256, 512, 2, 4, 4, 64, 4096),
         "small": (512, 2048, 12, 8, 8, 64, 8192),
         "0.6B": (1024, 3072, 28, 16, 8, 128, 151_936),
         "1.7B": (2048, 6144, 28, 16, 8, 128, 151_936),
@@ -484,10 +486,16 @@ def planner(device: str) -> int:
     import peaks
 
     num_devices = find_platform(device).device_count()
-    size, length, kv_cache_gib = ("little", 256, 2**-4) if is_rehearsal(device) else ("small", 1024, 1.0)
+    rehearses = is_rehearsal(device)
+    shapes = [("little", 256), ("wide", 96)] if rehearses else [("small", 1024), ("0.6B", 512)]
+    kv_cache_gib = 2**-4 if rehearses else 1.0
     figures: dict[str, Any] = {}
     aims = []
-    for name, rows in peaks.measured(device, num_devices, qwen3(size), length, kv_cache_gib):
+    cases = (
+        peaks.measured(device, num_devices, size, qwen3(size), length, kv_cache_gib, apart=size == shapes[0][0])
+        for size, length in shapes
+    )
+    for name, rows in chain.from_iterable(cases):
         errors = {phase: predicted / measured - 1 for phase, (predicted, measured) in rows.items()}
         worst = max(errors, key=lambda phase: abs(errors[phase]))
         figures[f"{name}, {worst}, MB"] = [round(num_bytes / 1e6, 2) for num_bytes in rows[worst]]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_infer_hf.config import HFInferConfig
-from roll_modeling.memory import millions, start_uses
+from roll_modeling.memory import FEWER_SEQUENCES, start_uses
 
 if TYPE_CHECKING:
-    from roll_core.spec.plan import MemoryInput
+    from roll_core.spec.plan import Activity, MemoryInput
 
 GIB = 2**30
 ALIGNMENT = 16
@@ -24,23 +24,17 @@ def engine(question: MemoryInput) -> MemoryEstimate:
     if not isinstance(config, HFInferConfig):
         raise TypeError(f"expected HFInferConfig, got {type(config).__name__}")
     size, model = DTYPE_BYTES[question.dtype], question.model
-    stored: tuple[MemoryItem, ...] = (
-        MemoryItem(
-            what="weights",
-            num_bytes=size * model.parameters,
-            formula=f"{size} × {millions(model.parameters)}",
-            during=("start", "receive") if question.shares_weights else (),
-            offloads=True,
-        ),
-        *start_uses(question),
-    )
+    during: tuple[Activity, ...] = ("start", "receive") if question.shares_weights else ()
+    uses = [MemoryItem.of("weights", size, model.parameters, during=during, offloads=True), *start_uses(question)]
     if packed := _packed(question, config):
-        formula = f"{size} × {millions(packed)}, packed for the processor"
-        stored += (MemoryItem(what="weights", num_bytes=size * packed, formula=formula, offloads=True),)
+        uses.append(MemoryItem.of("weights", size, packed, note="packed for the processor", offloads=True))
     if config.enable_lora:
         base = sum(linear.outputs * linear.inputs for layer in model.layers for linear in layer.linears)
-        formula = f"{size} × {millions(base)}, base weights of the adapter if it has all linear layers"
-        stored += (MemoryItem(what="weights", num_bytes=size * base, formula=formula, during=LATER, offloads=True),)
+        note = "base weights of the adapter if it has all linear layers"
+        uses.append(MemoryItem.of("weights", size, base, note=note, during=LATER, offloads=True))
+    if joined := _joined(question):
+        note = "joined projections of a layer beside their parts"
+        uses.append(MemoryItem.of("buffers", size, joined, note=note, during=("start",)))
     width = -(-question.longest // ALIGNMENT) * ALIGNMENT
     position = 2 * len(model.layers) * model.key_width * (4 if question.on_host else size)
     room = int(config.kv_cache_gib * GIB)
@@ -55,38 +49,33 @@ def engine(question: MemoryInput) -> MemoryEstimate:
         rows_formula = f"{rows_bytes // position} positions within kv_cache_gib"
     active_width = max((layer.active_width for layer in model.layers), default=0)
     live = (3 * model.hidden_size + max(2 * (model.query_width + 2 * model.key_width), 3 * active_width)) * size
-    return MemoryEstimate(
-        uses=(
-            *stored,
-            MemoryItem(
-                what="kv cache",
-                num_bytes=rows_bytes,
-                formula=f"{rows_formula} × {position} bytes",
-                offloads=True,
-                during=LATER,
-            ),
-            MemoryItem(
-                what="kv cache",
-                num_bytes=prompts * position,
-                formula=f"{prompts} tokens of prompts × {position} bytes",
-                offloads=True,
-                during=("generate",),
-            ),
-            MemoryItem(
-                what="activations",
-                num_bytes=max(max(prompts, rows) * live, copied),
-                formula=f"of one layer for {max(prompts, rows)} tokens, or one layer's keys while rows grow",
-                during=("generate",),
-            ),
-            MemoryItem(
-                what="logits",
-                num_bytes=3 * 4 * rows * model.vocab_size,
-                formula=f"3 × 4 × {rows} rows × {model.vocab_size} logits",
-                during=("generate",),
-            ),
+    tokens = max(prompts, rows)
+    generate: tuple[Activity, ...] = ("generate",)
+    for what, num_bytes, formula, during in (
+        ("kv cache", rows_bytes, f"{rows_formula} × {position} bytes", LATER),
+        ("kv cache", prompts * position, f"{prompts} tokens of prompts × {position} bytes", generate),
+        (
+            "activations",
+            max(tokens * live, copied),
+            f"of one layer for {tokens} tokens, or one layer's keys while rows grow",
+            generate,
         ),
-        savings=_smaller_caches(config, rows_bytes),
+        ("logits", 12 * rows * model.vocab_size, f"3 × 4 × {rows} rows × {model.vocab_size} logits", generate),
+    ):
+        offloads = what == "kv cache"
+        uses.append(MemoryItem(what=what, num_bytes=num_bytes, formula=formula, during=during, offloads=offloads))
+    return MemoryEstimate(uses=tuple(uses), savings=_smaller_caches(config, rows_bytes))
+
+
+def _joined(question: MemoryInput) -> int:
+    """Largest number of parameters of sibling projections, which an accelerator joins one by one at the start."""
+    siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    counts = (
+        sum(linear.outputs * linear.inputs for linear in layer.linears if linear.path.endswith(names))
+        for layer in question.model.layers
+        for names in siblings
     )
+    return 0 if question.on_host else max(counts, default=0)
 
 
 def _packed(question: MemoryInput, config: HFInferConfig) -> int:
@@ -105,13 +94,8 @@ def _smaller_caches(config: HFInferConfig, used: int) -> tuple[MemorySaving, ...
     Starts at half of the used cache: a limit above the used size saves nothing.
     """
     largest_gib = min(config.kv_cache_gib, used / GIB) / 2
-    savings = [
-        MemorySaving(
-            keys={"kv_cache_gib": round(largest_gib / 2**halvings, 3)}, costs="fewer sequences are decoded together"
-        )
-        for halvings in range(3)
-        if largest_gib / 2**halvings >= 0.05
-    ]
+    limits = [round(largest_gib / 2**halvings, 3) for halvings in range(3) if largest_gib / 2**halvings >= 0.05]
+    savings = [MemorySaving(keys={"kv_cache_gib": limit}, costs=FEWER_SEQUENCES) for limit in limits]
     if config.pack_weights:
         savings.append(MemorySaving(keys={"pack_weights": False}, costs="decoding takes up to twice as long"))
     return tuple(savings)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.spec.plan import DTYPE_BYTES, MemoryEstimate, MemorySaving
+from roll_core.spec.plan import DTYPE_BYTES, MemoryItem
 from roll_infer_sglang.config import SglangConfig
-from roll_modeling.memory import engine_uses
+from roll_modeling.memory import engine_estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from roll_core.spec.plan import MemoryInput
+    from roll_core.spec.plan import MemoryEstimate, MemoryInput
 
 HOST_TOKENS = 65_536
 """Default size of the KV cache on a CPU, in tokens; SGLang's own default takes most of the host's memory."""
@@ -26,18 +24,17 @@ def memory(question: MemoryInput) -> MemoryEstimate:
     if not isinstance(config, SglangConfig):
         raise TypeError(f"expected SglangConfig, got {type(config).__name__}")
     slots = config.tp_size or question.num_slots
-    weights = DTYPE_BYTES[question.dtype] * question.model.parameters // slots
-    cache, how = _cache(question, config, weights, slots)
-    return MemoryEstimate(
-        uses=engine_uses(
-            question,
-            slots=slots,
-            cache_bytes=cache,
-            cache_formula=how,
-            sleeps=config.sleep_level > 0,
-            bucket_mib=config.bucket_mib,
-        ),
-        savings=tuple(_savings(question, config)),
+    weights = MemoryItem.of("weights", DTYPE_BYTES[question.dtype], question.model.parameters, slots)
+    tokens = config.max_total_tokens or HOST_TOKENS
+    return engine_estimate(
+        question,
+        weights,
+        _cache(question, config, weights.num_bytes, slots),
+        sleep_level=config.sleep_level,
+        bucket_mib=config.bucket_mib,
+        cache_size=("max_total_tokens", tokens)
+        if question.on_host
+        else ("mem_fraction_static", config.mem_fraction_static),
     )
 
 
@@ -58,16 +55,3 @@ def _cache(question: MemoryInput, config: SglangConfig, weights: int, slots: int
     if of_tokens is not None and of_tokens < left:
         return of_tokens, how
     return left, f"mem_fraction_static {share:g} of the memory, less the weights"
-
-
-def _savings(question: MemoryInput, config: SglangConfig) -> Iterator[MemorySaving]:
-    costs = "fewer sequences are decoded together"
-    if question.on_host:
-        for halvings in (1, 2, 3):
-            yield MemorySaving(
-                keys={"max_total_tokens": (config.max_total_tokens or HOST_TOKENS) >> halvings}, costs=costs
-            )
-        return
-    for share in (0.7, 0.5, 0.35, 0.2):
-        if share < config.mem_fraction_static:
-            yield MemorySaving(keys={"mem_fraction_static": share}, costs=costs)

@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from roll_core.spec import fp8
-from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryItem
+from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from roll_core.spec.config import WeightFormat
     from roll_core.spec.model import LayerSize
-    from roll_core.spec.plan import MemoryInput
+    from roll_core.spec.plan import Activity, Memory, MemoryInput
 
 Moment = Literal["head", "first layer", "last layer", "embedding", "end"]
 """Points in time of a backward pass, in order.
@@ -55,6 +53,8 @@ MODEL_CODE_BYTES = 43 << 20
 MOMENT_BYTES = 8
 """Bytes per parameter of AdamW's two float32 moments."""
 MASTER_BYTES = 4
+FEWER_SEQUENCES = "fewer sequences are decoded together"
+"""Cost of a smaller cache."""
 
 
 def head_chunk(vocab_size: int, *, on_host: bool) -> int:
@@ -85,19 +85,35 @@ def millions(count: int) -> str:
     return f"{count / 1e6:.1f} M"
 
 
-def parameter_bytes(question: MemoryInput, size: int, shards: int = 1) -> tuple[int, str]:
-    """Bytes of the model and its adapters on each of `shards` ranks, at `size` bytes per parameter, and their formula.
+def weight_use(question: MemoryInput, size: int, shards: int = 1, *, on: Memory = "device") -> MemoryItem:
+    """The model and its adapters on each of `shards` ranks, at `size` bytes per parameter.
 
     Parameters in 4 bits have a float32 scale per block of 64, of which each rank holds all.
     """
     packed = question.quantized_parameters
     count = question.model.parameters + question.added_parameters - packed
-    formula = f"{size} × {millions(count)}"
-    if packed:
-        formula = f"({formula} + {millions(packed)} / 2)" if shards > 1 else f"{formula} + {millions(packed)} / 2"
-    divided = f"{formula} / {shards}" if shards > 1 else formula
-    scales = f" + scales of {millions(packed)} / 16" if packed else ""
-    return (size * count + packed // 2) // shards + packed // 16, divided + scales
+    num_bytes = (size * count + packed // 2) // shards + packed // 16
+    formula = f"{size} × {millions(count)}" + f" + {millions(packed)} / 2" * bool(packed)
+    formula = f"({formula}) / {shards}" if shards > 1 else formula
+    formula += f" + scales of {millions(packed)} / 16" * bool(packed)
+    return MemoryItem(what="weights", num_bytes=num_bytes, formula=formula, on=on, offloads=True)
+
+
+def optimizer_uses(
+    question: MemoryInput,
+    shards: int = 1,
+    *,
+    has_masters: bool,
+    during: tuple[Activity, ...] = LATER,
+    on: Memory = "device",
+) -> Iterator[MemoryItem]:
+    """AdamW's state of the trained parameters, divided over `shards` ranks; its moments exist `during` activities."""
+    moments = MemoryItem.of("optimizer", MOMENT_BYTES, question.trained_parameters, shards, "moments", during=during)
+    yield replace(moments, on=on, offloads=True)
+    for note, exists in (("float32 masters", has_masters), ("moving average", question.averages)):
+        if exists:
+            state = MemoryItem.of("optimizer", MASTER_BYTES, question.trained_parameters, shards, note)
+            yield replace(state, on=on, offloads=True)
 
 
 def model_code() -> MemoryItem:
@@ -112,75 +128,36 @@ def start_uses(question: MemoryInput) -> tuple[MemoryItem, ...]:
     size = 4 if question.random_weights else DTYPE_BYTES[question.dtype]
     if question.on_host and size == DTYPE_BYTES[question.dtype] and not question.quantized_parameters:
         return ()
-    count = question.model.parameters
-    formula = f"{size} × {millions(count)}, sampled or read before they are cast, quantized or moved"
-    return (MemoryItem(what="weights", num_bytes=size * count, formula=formula, during=("start",), on="host"),)
+    note = "sampled or read before they are cast, quantized or moved"
+    return (MemoryItem.of("weights", size, question.model.parameters, note=note, during=("start",), on="host"),)
 
 
-def engine_uses(
+def engine_estimate(
     question: MemoryInput,
+    weights: MemoryItem,
+    cache: tuple[int, str],
     *,
-    slots: int,
-    cache_bytes: int,
-    cache_formula: str,
-    sleeps: bool,
+    sleep_level: int,
     bucket_mib: int,
-    weight_format: WeightFormat = "dtype",
-    copies: int = 1,
-) -> tuple[MemoryItem, ...]:
-    """Memory of an engine's slot with its own cache: its part of the weights, the cache, and the bucket for updates.
+    cache_size: tuple[str, float],
+) -> MemoryEstimate:
+    """Memory of an engine's slot: its part of the weights, its cache with its formula, and the bucket for updates.
 
-    An engine that `sleeps` frees the cache, and also the weights if they are not in host memory. `copies` as for
-    `weight_bytes`.
+    An engine that sleeps frees the cache, and also the weights if they are not in host memory. `cache_size` is the key
+    of `strategy_config` that limits the cache, with its value: bytes, tokens, or a fraction of the memory.
     """
-    num_bytes, formula = weight_bytes(question, weight_format, copies)
-    return (
-        MemoryItem(
-            what="weights",
-            num_bytes=num_bytes // slots,
-            formula=f"{formula} / {slots} slots",
-            offloads=sleeps and not question.on_host,
+    sleeps, (key, size) = sleep_level > 0, cache_size
+    halves = [int(size) >> 1, int(size) >> 2, int(size) >> 3]
+    sizes = halves if isinstance(size, int) else [share for share in (0.7, 0.5, 0.35, 0.2) if share < size]
+    received = f"bucket_mib {bucket_mib} of received weights"
+    return MemoryEstimate(
+        uses=(
+            replace(weights, offloads=sleeps and not question.on_host),
+            MemoryItem(what="kv cache", num_bytes=cache[0], formula=cache[1], offloads=sleeps),
+            MemoryItem(what="buffers", num_bytes=bucket_mib << 20, formula=received, during=("receive",)),
         ),
-        MemoryItem(what="kv cache", num_bytes=cache_bytes, formula=cache_formula, offloads=sleeps),
-        MemoryItem(
-            what="buffers",
-            num_bytes=bucket_mib << 20,
-            formula=f"bucket_mib {bucket_mib} of received weights",
-            during=("receive",),
-        ),
+        savings=tuple(MemorySaving(keys={key: size}, costs=FEWER_SEQUENCES) for size in sizes),
     )
-
-
-def weight_bytes(question: MemoryInput, weight_format: WeightFormat, copies: int = 1) -> tuple[int, str]:
-    """Bytes of an engine's whole model, and their formula, with data-parallel `copies` of everything but the experts.
-
-    In fp8 the layers' matrices take one byte per element, plus four bytes for the scale of each row, or of each block.
-    Only the latter format includes experts.
-    """
-    num_bytes, formula = _format_bytes(question, weight_format)
-    if copies == 1:
-        return num_bytes, formula
-    per_expert_weight = 1 + 4 / fp8.BLOCK**2 if weight_format == "fp8_per_block" else DTYPE_BYTES[question.dtype]
-    experts = round(per_expert_weight * sum(layer.experts for layer in question.model.layers))
-    others = num_bytes - experts
-    return experts + copies * others, f"({formula} + {copies - 1} × {others >> 20} MiB outside of the experts)"
-
-
-def _format_bytes(question: MemoryInput, weight_format: WeightFormat) -> tuple[int, str]:
-    size, parameters = DTYPE_BYTES[question.dtype], question.model.parameters
-    if weight_format == "dtype":
-        return size * parameters, f"{size} × {millions(parameters)}"
-    linears = [linear for layer in question.model.layers for linear in layer.linears]
-    elements = sum(linear.outputs * linear.inputs for linear in linears)
-    if weight_format == "fp8_per_block":
-        experts = sum(layer.experts for layer in question.model.layers)
-        scales = 4 * sum(-(-linear.outputs // fp8.BLOCK) * -(-linear.inputs // fp8.BLOCK) for linear in linears)
-        elements, scales = elements + experts, scales + 4 * experts // fp8.BLOCK**2
-    else:
-        scales = 4 * sum(linear.outputs for linear in linears)
-    rest = parameters - elements
-    formula = f"({millions(elements)} + {size} × {millions(rest)} + scales {scales >> 10} KiB)"
-    return elements + size * rest + scales, formula
 
 
 def computation(
@@ -190,7 +167,7 @@ def computation(
     chunk_tokens: int | None,
     recomputes: bool = False,
     shards: int = 1,
-    beside: Callable[[Moment], Iterable[MemoryItem]] | None = None,
+    beside: Callable[[Moment], Iterable[MemoryItem]] = lambda moment: (),
 ) -> tuple[MemoryItem, ...]:
     """Memory that exists only while a microbatch is computed, for training and for scoring.
 
@@ -199,22 +176,20 @@ def computation(
     during `backward` that end with the pass.
     """
     uses = [_scoring(question, chunk_tokens, shards)]
-    if question.trains:
-        uses += _compared_head(question)
-        moments = [
-            (
-                *_training(question, moment, fused, chunk_tokens, recomputes, shards),
-                *(beside(moment) if beside is not None else ()),
-            )
-            for moment in MOMENTS
-        ]
-        fullest = max(moments, key=lambda items: sum(item.num_bytes for item in items))
-        uses += [use for use in fullest if use.num_bytes]
-        if _offloads(question):
-            tokens, layers = _rows(question, question.train_tokens, shards), len(question.model.layers)
-            num_bytes = layers * tokens * question.model.hidden_size * DTYPE_BYTES[question.dtype]
-            formula = f"inputs of {layers} layers, {tokens} tokens"
-            uses.append(replace(_during_backward("activations", num_bytes, formula), on="host"))
+    if not question.trains:
+        return tuple(uses)
+    model, size = question.model, DTYPE_BYTES[question.dtype]
+    if question.compared is not None:
+        weights = DTYPE_BYTES[question.compared.dtype], model.vocab_size * question.compared.hidden_size
+        uses.append(MemoryItem.of("weights", *weights, note="output layer of the compared model", during=LATER))
+    moments = [
+        (*_training(question, moment, fused, chunk_tokens, recomputes, shards), *beside(moment)) for moment in MOMENTS
+    ]
+    uses += [use for use in max(moments, key=lambda items: sum(item.num_bytes for item in items)) if use.num_bytes]
+    if _offloads(question):
+        inputs = len(model.layers) * _rows(question, question.train_tokens, shards) * model.hidden_size
+        note = "inputs of the layers"
+        uses.append(MemoryItem.of("activations", size, inputs, note=note, during=("backward",), on="host"))
     return tuple(uses)
 
 
@@ -225,38 +200,26 @@ def _training(
     tokens, model, size = _rows(question, question.train_tokens, shards), question.model, DTYPE_BYTES[question.dtype]
     if moment in ("head", "first layer", "last layer"):
         num_bytes, how = _activations(question, moment, tokens, fused)
-        yield _during_backward("activations", num_bytes, f"{moment}: {how}")
+        yield MemoryItem(what="activations", num_bytes=num_bytes, formula=f"{moment}: {how}", during=("backward",))
     if moment == "head":
         num_bytes = head_bytes(question, tokens, chunk_tokens, backward=True, keeps=not recomputes)
-        how = _head_formula(question, tokens, chunk_tokens, backward=True)
-        yield _during_backward("logits", num_bytes, f"{moment}: {how}")
+        how = f"{moment}: {_head_formula(question, tokens, chunk_tokens, backward=True)}"
+        yield MemoryItem(what="logits", num_bytes=num_bytes, formula=how, during=("backward",))
     if question.trained_parameters <= question.added_parameters or moment == "end":
         return
     head = model.vocab_size * model.hidden_size if question.task == "causal_lm" else 0
-    if moment == "head" and not head:  # a model without a head may have no vocabulary
-        return
-    if moment == "head":
+    if moment == "head" and head:  # a model without a head may have no vocabulary
         # Of several chunks it is accumulated in float32, next to the gradient of one chunk.
         tokens = _scored(question, tokens)
         chunk = chunk_tokens or head_chunk(model.vocab_size, on_host=question.on_host)
         in_place = size == 4 and chunk < HOST_MIN_ADDED
         per_weight = 4 + size if recomputes else size if chunk >= tokens else 4 if in_place else 4 + size
-        num_bytes, how = head * per_weight, "the output layer's"
-    else:
+        yield MemoryItem.of("gradients", per_weight, head, note=f"{moment}: the output layer's", during=("backward",))
+    elif moment != "head":
         # A tied output layer's gradient waits for the embedding's, which has the same size.
-        waiting = head if model.tied else 0
-        num_bytes = size * (waiting + (model.embedding if moment == "embedding" else 0))
-        how = "the embedding's, and the output layer's" if waiting else "the embedding's"
-    if num_bytes:
-        yield _during_backward("gradients", num_bytes, f"{moment}: {how}, in transit")
-
-
-def _compared_head(question: MemoryInput) -> Iterator[MemoryItem]:
-    """Output layer of the model that the role compares with, which stays on the device from the first step on."""
-    if question.compared is not None:
-        size, count = DTYPE_BYTES[question.compared.dtype], question.model.vocab_size * question.compared.hidden_size
-        formula = f"{size} × {millions(count)}, output layer of the compared model"
-        yield MemoryItem(what="weights", num_bytes=size * count, formula=formula, during=LATER)
+        count = head * model.tied + model.embedding * (moment == "embedding")
+        note = f"{moment}: the embedding's, and the tied output layer's"
+        yield MemoryItem.of("gradients", size, count, note=note, during=("backward",))
 
 
 def _activations(question: MemoryInput, moment: Moment, tokens: int, fused: bool) -> tuple[int, str]:
@@ -285,10 +248,6 @@ def _activations(question: MemoryInput, moment: Moment, tokens: int, fused: bool
         return sum(kept_per_layer), how
     more = ", one layer computed again" if again else ""
     return sum(kept_per_layer[:count]) + again + backward, f"{how}{more}, and one layer's gradients"
-
-
-def _during_backward(what: str, num_bytes: int, formula: str) -> MemoryItem:
-    return MemoryItem(what=what, num_bytes=num_bytes, formula=formula, during=("backward",))
 
 
 def _scoring(question: MemoryInput, chunk_tokens: int | None, shards: int) -> MemoryItem:

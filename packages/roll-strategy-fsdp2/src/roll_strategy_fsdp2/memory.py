@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
-from roll_modeling.memory import MOMENT_BYTES, computation, millions, model_code, parameter_bytes
+from roll_core.spec.plan import DTYPE_BYTES, MemoryEstimate, MemoryItem, MemorySaving
+from roll_modeling.memory import computation, model_code, optimizer_uses, weight_use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,34 +40,16 @@ def memory(question: MemoryInput) -> MemoryEstimate:
 def _held(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[MemoryItem]:
     """Sharded parameters, which are float32 if trained, sharded Adam moments, and sharded gradients."""
     count = question.model.parameters + question.added_parameters
-    size = 4 if question.trains else _computed(question, config)
     on: Memory = "host" if config.offload_policy else "device"
-    share, formula = parameter_bytes(question, size, shards)
-    yield MemoryItem(what="weights", num_bytes=share, formula=formula, on=on, offloads=True)
+    weights = weight_use(question, 4 if question.trains else _computed(question, config), shards, on=on)
+    yield weights
     if question.random_weights or question.added_parameters:
-        model_bytes = (4 if question.random_weights else DTYPE_BYTES[question.dtype]) * count
-        yield MemoryItem(
-            what="weights",
-            num_bytes=max(0, model_bytes - (share if question.on_host else 0)),
-            formula=f"the whole model of {millions(count)}, before it is sharded",
-            during=("start",),
-            on="host",
-        )
+        size, less = 4 if question.random_weights else DTYPE_BYTES[question.dtype], weights.num_bytes * question.on_host
+        note = "the whole model, before it is sharded"
+        yield MemoryItem.of("weights", size, count, note=note, less=less, during=("start",), on="host")
     if question.trains:
-        trained = question.trained_parameters
-        yield MemoryItem(
-            what="optimizer",
-            num_bytes=MOMENT_BYTES * trained // shards,
-            formula=f"moments of {MOMENT_BYTES} × {millions(trained)} / {shards}",
-            during=LATER,
-            on=on,
-            offloads=True,
-        )
-        if question.averages:
-            formula = f"moving average of 4 × {millions(trained)} / {shards}"
-            yield MemoryItem(what="optimizer", num_bytes=4 * trained // shards, formula=formula, on=on, offloads=True)
-        formula = f"4 × {millions(trained)} / {shards}"
-        yield MemoryItem(what="gradients", num_bytes=4 * trained // shards, formula=formula, during=("step",), on=on)
+        yield from optimizer_uses(question, shards, has_masters=False, on=on)
+        yield MemoryItem.of("gradients", 4, question.trained_parameters, shards, during=("step",), on=on)
 
 
 def _gathered(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterator[MemoryItem]:
@@ -77,22 +59,12 @@ def _gathered(question: MemoryInput, config: FSDP2Config, shards: int) -> Iterat
     Without `reshard_after_forward`, all layers stay gathered.
     """
     size, sizes = _computed(question, config), _sizes(question, config)
-    in_layers = sizes.all_layers if config.reshard_after_forward is False else 2 * sizes.layer
-    yield MemoryItem(
-        what="buffers",
-        num_bytes=size * (sizes.rest + in_layers),
-        formula=f"gathered: {size} × ({millions(sizes.rest)} outside of layers and {millions(in_layers)} of layers)",
-        during=("score",),
-    )
+    count = sizes.rest + (sizes.all_layers if config.reshard_after_forward is False else 2 * sizes.layer)
+    yield MemoryItem.of("buffers", size, count, note="gathered", during=("score",))
     if not question.on_host:
-        sent = (sizes.rest + sizes.layer) // shards
-        formula = f"gathered: {size} × {millions(sizes.rest + in_layers)}, and sent: {size} × {millions(sent)}"
-        num_bytes = size * (sizes.rest + in_layers + sent)
-        yield MemoryItem(what="buffers", num_bytes=num_bytes, formula=formula, during=("start",))
-    largest = question.model.largest_matrix
-    yield MemoryItem(
-        what="buffers", num_bytes=size * largest, formula=f"{size} × {millions(largest)}, gathered", during=("publish",)
-    )
+        count += (sizes.rest + sizes.layer) // shards
+        yield MemoryItem.of("buffers", size, count, note="gathered and sent", during=("start",))
+    yield MemoryItem.of("buffers", size, question.model.largest_matrix, note="gathered", during=("publish",))
 
 
 def _in_backward(question: MemoryInput, config: FSDP2Config, shards: int, moment: Moment) -> Iterator[MemoryItem]:
@@ -100,17 +72,17 @@ def _in_backward(question: MemoryInput, config: FSDP2Config, shards: int, moment
     flight, and sharded gradients."""
     sizes, size, reduced = _sizes(question, config), _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
     count = _gathered_by(moment, sizes, stays=config.reshard_after_forward is False)
-    yield _now("buffers", moment, size * count, f"gathered: {size} × {millions(count)}")
+    yield _now("buffers", moment, size, count, note="gathered")
     before = question.num_micro_batches > 1 and not _adds_up(question, config)
     came = question.trained_parameters if before or moment == "end" else _arrived_by(moment, question, sizes)
     on: Memory = "host" if config.offload_policy else "device"
-    yield _now("gradients", moment, 4 * came // shards, f"shards: 4 × {millions(came)} / {shards}", on=on)
+    yield _now("gradients", moment, 4, came, shards, note="shards", on=on)
     if question.added_parameters:
         return  # gradients of adapters are negligible
     yield from _whole_gradients(question, config, sizes, moment)
-    way = {"last layer": sizes.layer, "embedding": sizes.layer, "end": sizes.rest}.get(moment, 0)
+    count = {"last layer": sizes.layer, "embedding": sizes.layer, "end": sizes.rest}.get(moment, 0)
     copies = 2 if moment == "end" and question.on_host else 1  # gloo reduces in a copy
-    yield _now("buffers", moment, copies * reduced * way, f"{copies} × {reduced} × {millions(way)} in transit")
+    yield _now("buffers", moment, copies * reduced, count, note="in transit")
 
 
 def _whole_gradients(question: MemoryInput, config: FSDP2Config, sizes: _Sizes, moment: Moment) -> Iterator[MemoryItem]:
@@ -119,17 +91,16 @@ def _whole_gradients(question: MemoryInput, config: FSDP2Config, sizes: _Sizes, 
     `roll_modeling.memory.computation` counts the gradients of the embedding and of a tied head.
     """
     size, reduced = _computed(question, config), DTYPE_BYTES[config.reduce_dtype]
-    adds_up = _adds_up(question, config)
+    adds_up, in_layers = _adds_up(question, config), moment in ("first layer", "last layer")
     if adds_up:
         layers = {"head": sizes.all_layers, "first layer": sizes.all_layers, "last layer": sizes.layer}.get(moment, 0)
         count = 0 if moment == "end" else sizes.rest + layers
-        yield _now("gradients", moment, reduced * count, f"whole, of all microbatches: {reduced} × {millions(count)}")
-    elif moment in ("first layer", "last layer", "embedding"):
+        yield _now("gradients", moment, reduced, count, note="whole, of all microbatches")
+    elif in_layers or moment == "embedding":
         # An untied head's gradient is reduced together with the other parameters outside the layers.
-        waiting = question.model.head
-        yield _now("gradients", moment, size * waiting, f"the output layer's: {size} × {millions(waiting)}")
-    if moment in ("first layer", "last layer") and not (adds_up and size == reduced):
-        yield _now("gradients", moment, size * sizes.layer, f"one layer's: {size} × {millions(sizes.layer)}")
+        yield _now("gradients", moment, size, question.model.head, note="the output layer's")
+    if in_layers and not (adds_up and size == reduced):
+        yield _now("gradients", moment, size, sizes.layer, note="one layer's")
 
 
 def _adds_up(question: MemoryInput, config: FSDP2Config) -> bool:
@@ -151,8 +122,10 @@ def _arrived_by(moment: Moment, question: MemoryInput, sizes: _Sizes) -> int:
     return 0 if moment in ("head", "first layer") else max(0, question.trained_parameters - _rest(question.model))
 
 
-def _now(what: str, moment: Moment, num_bytes: int, formula: str, on: Memory = "device") -> MemoryItem:
-    return MemoryItem(what=what, num_bytes=num_bytes, formula=f"{moment}: {formula}", during=("backward",), on=on)
+def _now(
+    what: str, moment: Moment, size: int, count: int, shards: int = 1, *, note: str, on: Memory = "device"
+) -> MemoryItem:
+    return MemoryItem.of(what, size, count, shards, f"{moment}, {note}", during=("backward",), on=on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
-from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation, millions
+from roll_modeling.memory import MASTER_BYTES, MOMENT_BYTES, computation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,12 +26,10 @@ def memory(question: MemoryInput) -> MemoryEstimate:
     size = DTYPE_BYTES[question.dtype]
     dense, experts = _parameters(question.model, config)
     held = dense + experts
-    uses = [
-        MemoryItem(
-            what="weights", num_bytes=size * held, formula=f"{size} × {millions(held)} on a rank", offloads=True
-        ),
-        *_start(question),
-    ]
+    uses = [MemoryItem.of("weights", size, held, note="of a rank", offloads=True)]
+    if question.random_weights:  # each rank builds the full model; a checkpoint is read tensor by tensor
+        note = "sampled before it is sharded"
+        uses.append(MemoryItem.of("weights", 4, question.model.parameters, note=note, during=("start",), on="host"))
     if question.trains:
         uses += _trained(question, config, dense, experts)
     stage = _stage(question, config)
@@ -53,17 +51,6 @@ def _parameters(model: ModelSize, config: MegatronConfig) -> tuple[int, int]:
     return layers // (tensor * stages) + max(ends, model.head) // tensor, experts // (expert_ranks * stages)
 
 
-def _start(question: MemoryInput) -> Iterator[MemoryItem]:
-    """Host memory at start.
-
-    Random initialization builds the full model on every rank; a checkpoint is read tensor by tensor.
-    """
-    if question.random_weights:
-        count = question.model.parameters
-        formula = f"4 × {millions(count)}, sampled before it is sharded"
-        yield MemoryItem(what="weights", num_bytes=4 * count, formula=formula, during=("start",), on="host")
-
-
 def _trained(question: MemoryInput, config: MegatronConfig, dense: int, experts: int) -> Iterator[MemoryItem]:
     """Float32 gradients of a rank's trained parameters, and AdamW state of its shard.
 
@@ -75,21 +62,16 @@ def _trained(question: MemoryInput, config: MegatronConfig, dense: int, experts:
     replicas = max(1, question.world_size // (tensor * stages))  # over data-parallel and context-parallel ranks
     expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or tensor)
     expert_replicas = max(1, question.world_size // (expert_ranks * stages))
-    formula = f"4 × {millions(dense + experts)} on a rank"
-    yield MemoryItem(what="gradients", num_bytes=4 * (dense + experts), formula=formula, offloads=True)
+    yield MemoryItem.of("gradients", 4, dense + experts, note="of a rank", offloads=True)
     apart = question.dtype != "fp32" and not question.added_parameters
     state = MOMENT_BYTES + (MASTER_BYTES if apart else 0)
     share = dense // replicas + experts // expert_replicas
-    if not config.optimizer_cpu_offload:
-        formula = f"{state} × {millions(share)}, a rank's shard"
-        yield MemoryItem(what="optimizer", num_bytes=state * share, formula=formula, during=LATER, offloads=True)
-        return
-    away = math.ceil(share * config.optimizer_offload_fraction)
-    here = state * share - MOMENT_BYTES * away
-    formula = f"{state} × {millions(share)}, a rank's shard, less {MOMENT_BYTES} × {millions(away)} on the host"
-    yield MemoryItem(what="optimizer", num_bytes=here, formula=formula, during=LATER, offloads=True)
-    formula = f"{HOST_BYTES} × {millions(away)}: masters, gradients, moments"
-    yield MemoryItem(what="optimizer", num_bytes=HOST_BYTES * away, formula=formula, during=LATER, on="host")
+    away = math.ceil(share * config.optimizer_offload_fraction) if config.optimizer_cpu_offload else 0
+    note = f"a rank's shard, less {MOMENT_BYTES} bytes of those on the host" if away else "a rank's shard"
+    less = MOMENT_BYTES * away
+    yield MemoryItem.of("optimizer", state, share, note=note, less=less, during=LATER, offloads=True)
+    if away:
+        yield MemoryItem.of("optimizer", HOST_BYTES, away, note="masters, gradients, moments", during=LATER, on="host")
 
 
 def _stage(question: MemoryInput, config: MegatronConfig) -> MemoryInput:

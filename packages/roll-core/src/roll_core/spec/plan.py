@@ -158,6 +158,28 @@ class MemoryItem:
     """True if it moves to the host while other roles use the slots (`is_offload_states`). An engine frees it
     instead."""
 
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        size: int,
+        count: int,
+        shards: int = 1,
+        note: str = "",
+        *,
+        less: int = 0,
+        during: tuple[Activity, ...] = (),
+        on: Memory = "device",
+        offloads: bool = False,
+    ) -> MemoryItem:
+        """`size` bytes for each of `count` elements, divided by `shards`. `note` precedes this in the formula.
+
+        `less` are bytes that another item counts.
+        """
+        formula = f"{note}: " * bool(note) + f"{size} × {count / 1e6:.1f} M" + f" / {shards}" * (shards > 1)
+        num_bytes = max(0, size * count // shards - less)
+        return cls(what=what, num_bytes=num_bytes, formula=formula, during=during, on=on, offloads=offloads)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySaving:
