@@ -30,11 +30,11 @@ from roll_rewards.config import (
 from roll_rewards.ifeval import IFEvalReward
 from roll_rewards.math_rule import MathRuleReward
 from roll_testing.errors import mentions
-from roll_testing.kit import HF_PACKAGES
 from roll_tools import data_audit
 from roll_tools.data_audit import AuditFinding, audit_reward_columns, audit_rows, audit_template
 from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
+from shared_tests.hf_plugins import HF_PACKAGES
 
 SFT = """\
 pipeline: sft

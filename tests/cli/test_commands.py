@@ -13,7 +13,7 @@ from roll_core.errors import RollError, RunInterruptedError
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.providers import CommandProvider
 from roll_testing.errors import mentions
-from roll_testing.kit import HF_PACKAGES
+from shared_tests.hf_plugins import HF_PACKAGES
 
 SFT = """\
 pipeline: sft

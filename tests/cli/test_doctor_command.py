@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_core.cli import main as cli
-from roll_testing.kit import HF_PACKAGES
+from shared_tests.hf_plugins import HF_PACKAGES
 
 SFT = """\
 pipeline: sft

@@ -11,7 +11,7 @@ import pytest
 
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.run.run_saver import SavedRun
-from roll_testing.kit import HF_PACKAGES
+from shared_tests.hf_plugins import HF_PACKAGES
 
 HEAVY = ("torch", "ray", "transformers", "datasets")
 ASK = """

@@ -10,7 +10,7 @@ from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry
 from roll_testing.errors import mentions, raises_error
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 REGISTRY = Registry(hf_plugins())
 CONFIG = """\

@@ -22,8 +22,8 @@ from roll_core.config.source import Loader
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
 from roll_core.spec.config import Config, Needs, RunConfig, WorkerConfig
-from roll_testing.kit import hf_plugins
 from shared_tests.config_table import key_entry
+from shared_tests.hf_plugins import hf_plugins
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 TEXT = DOCS.read_text(encoding="utf-8")

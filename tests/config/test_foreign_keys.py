@@ -12,7 +12,7 @@ from roll_core.errors import ConfigError
 from roll_core.pipelines.config import RLVRConfig, SFTConfig
 from roll_core.plugins.registry import Registry
 from roll_testing.errors import raises_error
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 REGISTRY = Registry(hf_plugins())
 RLVR = """\

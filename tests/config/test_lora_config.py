@@ -19,7 +19,7 @@ from roll_core.spec.model import LoraSpec
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainCapabilities, TrainProvider
 from roll_testing.errors import mentions, raises_error
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 DOCS = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
 SFT = """

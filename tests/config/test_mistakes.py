@@ -13,7 +13,7 @@ from roll_core.config.explain import PATTERNS
 from roll_core.config.unknown_keys import MAX_SUGGESTIONS
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 GOLDEN = Path(__file__).with_name("mistakes.txt")
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"

@@ -20,8 +20,8 @@ from roll_core.spec.providers import (
     TrainProvider,
 )
 from roll_testing.errors import mentions, raises_error
-from roll_testing.kit import hf_plugins
 from roll_testing.part_checks import check_part
+from shared_tests.hf_plugins import hf_plugins
 
 MODULE = "acme_parts_of_a_test"
 UNIMPORTABLE = 'raise SystemExit("a check imports no part")'

@@ -10,7 +10,7 @@ from roll_core.plugins.registry import Registry
 from roll_core.runtime.workers.build import model_spec
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainCapabilities, TrainProvider
 from roll_testing.errors import mentions
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 RLVR = """
 pipeline: rlvr

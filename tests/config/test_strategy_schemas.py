@@ -22,7 +22,7 @@ from roll_core.spec.providers import (
     TrainProvider,
 )
 from roll_testing.errors import mentions, raises_error
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 MODULE = "acme_schemas_of_a_test"
 

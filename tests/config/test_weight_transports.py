@@ -15,7 +15,7 @@ from roll_core.spec.providers import (
     TrainProvider,
     WeightTransportProvider,
 )
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 RLVR = """
 pipeline: rlvr

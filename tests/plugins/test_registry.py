@@ -37,8 +37,8 @@ from roll_core.spec.providers import (
 )
 from roll_core.spec.rollout import RewardFunction
 from roll_testing.errors import mentions, raises_error
-from roll_testing.kit import hf_plugins
 from roll_testing.part_checks import check_part
+from shared_tests.hf_plugins import hf_plugins
 
 
 def plugin(package, version="1.0", *providers, **fields):

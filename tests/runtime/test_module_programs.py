@@ -27,8 +27,8 @@ from roll_core.types import DataRank
 from roll_modeling.module_programs import StrategyModule, model_library
 from roll_modeling.optimizer import average_decay
 from roll_testing.errors import raises_error
-from roll_testing.kit import hf_plugins
 from roll_testing.tiny_flow import FLOW, Euler, FlowMatching, TinyFlowLibrary, flow_rows
+from shared_tests.hf_plugins import hf_plugins
 
 
 def row(number: int, *shape: int, dtype: str = "float32") -> ModuleRow:

@@ -14,8 +14,8 @@ from roll_core.types import TrainSequence
 from roll_modeling import attention
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
-from roll_testing.models import LONGROPE
 from shared_tests.live_bytes import LiveBytes
+from shared_tests.tiny_architectures import LONGROPE
 
 SIZES = {
     "vocab_size": 61,

@@ -19,7 +19,7 @@ from roll_modeling.optimizer import schedule
 from roll_modeling.task_model import finite_loss
 from roll_strategy_hf.config import HFTrainConfig
 from roll_testing.errors import raises_error
-from roll_testing.models import MIXERS
+from shared_tests.tiny_architectures import MIXERS
 
 
 def summed_gradient(strategy, micros, loss):

@@ -20,8 +20,9 @@ from roll_modeling.model import load_model, quiet, scalar_head
 from roll_testing.bench import Case, built
 from roll_testing.errors import mentions, raises_error
 from roll_testing.losses import TRAINING
-from roll_testing.models import DEEPSEEK, write_checkpoint
+from roll_testing.models import write_checkpoint
 from roll_testing.train_kit import registry
+from shared_tests.tiny_architectures import DEEPSEEK
 
 
 def equal(one, other):

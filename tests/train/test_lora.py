@@ -14,7 +14,7 @@ from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.model import load_model, scalar_head
 from roll_testing.errors import raises_error
-from roll_testing.models import EXPERTS, MIXERS
+from shared_tests.tiny_architectures import EXPERTS, MIXERS
 
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 MOE = {

@@ -20,7 +20,7 @@ from roll_modeling.convert import write_stored_state
 from roll_modeling.lora import add_adapters
 from roll_modeling.model import DTYPES, load_model
 from roll_testing.errors import raises_error
-from roll_testing.models import DEEPSEEK
+from shared_tests.tiny_architectures import DEEPSEEK
 
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0, load_in_4bit=True)
 PLAIN = replace(LORA, load_in_4bit=False)

@@ -19,7 +19,8 @@ from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.model import DTYPES, load_model
 from roll_testing.errors import raises_error
-from roll_testing.models import DEEPSEEK, write_checkpoint
+from roll_testing.models import write_checkpoint
+from shared_tests.tiny_architectures import DEEPSEEK
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2, num_steps=9, max_grad_norm=1.0)
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)

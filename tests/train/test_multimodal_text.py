@@ -12,7 +12,8 @@ from roll_core.data.pack import pack
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.model import load_model
-from roll_testing.models import MULTIMODAL, make_batch, write_multimodal
+from roll_testing.models import make_batch
+from shared_tests.tiny_architectures import MULTIMODAL, write_multimodal
 
 DECAY = TrainingSpec(learning_rate=1e-2, num_steps=100, weight_decay=0.1)
 

@@ -16,7 +16,7 @@ from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
-from roll_testing.models import MIXERS, MULTIMODAL, write_multimodal
+from shared_tests.tiny_architectures import MIXERS, MULTIMODAL, write_multimodal
 
 SMALL = {
     "hidden_size": 32,

@@ -16,7 +16,7 @@ from roll_core.plugins.registry import Registry
 from roll_core.spec.agent import Session
 from roll_core.spec.environment import Reply
 from roll_pipeline_agentic.environments.guess_number import BinarySearch, GuessNumber
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 

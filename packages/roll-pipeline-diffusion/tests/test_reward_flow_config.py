@@ -16,7 +16,7 @@ from roll_core.plugins.registry import Registry
 from roll_pipeline_diffusion import plans
 from roll_pipeline_diffusion.samples import FlowData, read_image
 from roll_testing.errors import raises_error
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 REGISTRY = Registry(hf_plugins("roll-pipeline-diffusion"))
 SAMPLES = """\

@@ -13,7 +13,7 @@ from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry
 from roll_pipeline_preference import plans
 from roll_pipeline_preference.config import OTHER_NAMES
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 REGISTRY = Registry(hf_plugins("roll-pipeline-preference"))
 PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from roll_core.config import load
 from roll_core.plugins.registry import Registry
-from roll_testing.kit import hf_plugins
+from shared_tests.hf_plugins import hf_plugins
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "preference"
 

@@ -23,7 +23,7 @@ from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_rows, check_same, check_same_run
 from roll_testing.errors import mentions
 from roll_testing.losses import LOSSES, SPLITS, TRAINING, SpoiltLoss
-from roll_testing.models import make_batch, write_multimodal
+from roll_testing.models import make_batch
 from roll_testing.programs import Trained, score, train
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.train_kit import registry
@@ -31,6 +31,7 @@ from shared_tests.flow_experts import check_experts
 from shared_tests.module_programs import check_disagreement, check_low_precision
 from shared_tests.moving_average import check_moving_average
 from shared_tests.stored_buffers import check_stored_buffers
+from shared_tests.tiny_architectures import write_multimodal
 
 BATCH = make_batch(61)
 STEPS = [

@@ -33,7 +33,7 @@ from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import mentions
-from roll_testing.models import LONGROPE, MULTIMODAL
+from shared_tests.tiny_architectures import LONGROPE, MULTIMODAL
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 EXTRA = LoraSpec(targets=("q_proj", "v_proj"), rank=2, alpha=4.0, extra_modules=("norm", "lm_head"))

@@ -20,6 +20,7 @@ from roll_testing import TrainStrategyConformance, models
 from roll_testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
 from roll_testing.losses import LOSSES
 from roll_testing.programs import fail_to_build, raised
+from shared_tests import tiny_architectures
 
 PRELOAD = ("megatron_on_cpu", *TrainStrategyConformance.preload, "roll_strategy_megatron.strategy")
 """Megatron is imported once for all ranks, on a machine without an accelerator by way of the shims."""
@@ -30,7 +31,7 @@ MIXTURE = models.QWEN3 | {
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
 }
-DEEPSEEK = models.DEEPSEEK | {
+DEEPSEEK = tiny_architectures.DEEPSEEK | {
     "num_hidden_layers": 4,
     "n_shared_experts": 2,
     "routed_scaling_factor": 2.5,

@@ -29,9 +29,10 @@ from roll_testing.bounds import check_names, distance
 from roll_testing.infer.engine import Engine, ask
 from roll_testing.infer.models import Oracle, log_softmax, moved
 from roll_testing.losses import LOSSES, TRAINING
-from roll_testing.models import MULTIMODAL, make_batch, write_checkpoint, write_multimodal
+from roll_testing.models import make_batch, write_checkpoint
 from roll_testing.publishing import published
 from roll_testing.reference import Reference, TransformersModel
+from shared_tests.tiny_architectures import MULTIMODAL, write_multimodal
 from shared_tests.tiny_models import VOCABULARY, tiny_config
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from roll_core.spec.train import WantedOutputs
 from roll_modeling.portable_files import opened_portable_state
 from roll_testing.bench import built, outputs
 from roll_testing.bounds import check_rows
-from roll_testing.models import DEEPSEEK, make_batch, write_checkpoint
+from roll_testing.models import make_batch, write_checkpoint
 from roll_testing.programs import export_between
 from roll_testing.reference import Reference, TransformersModel
+from shared_tests.tiny_architectures import DEEPSEEK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

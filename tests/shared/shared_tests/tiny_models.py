@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roll_testing.models import MULTIMODAL
+from shared_tests.tiny_architectures import MULTIMODAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from roll_core.errors import MissingRequirementError
-from roll_core.plugins.loader import load_plugins
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_target
@@ -20,7 +19,6 @@ from roll_core.spec.providers import PlatformProvider, Provider, TrainProvider
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from roll_core.plugins.loader import Plugin
     from roll_core.plugins.registry import Registry
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.platform import Platform
@@ -28,12 +26,6 @@ if TYPE_CHECKING:
 
 REQUIRE_VARIABLE = "ROLL_CONFORMANCE"
 """Environment variable. With the value `full`, a missing engine fails the tests instead of skipping them."""
-
-HF_PACKAGES = (
-    "roll-executor-ray,roll-infer-hf,roll-rewards,roll-strategy-hf,roll-tools,roll-trackers,roll-weight-transports"
-)
-"""Value of `ROLL_PLUGINS` that loads the core, the report, rewards, trackers, the strategies of the quick start, and
-what several workers need."""
 
 DEFAULT_VARIANTS: Mapping[str, Mapping[str, Any]] = {"default": {}}
 
@@ -188,9 +180,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(usual)
-
-
-def hf_plugins(*packages: str) -> tuple[Plugin, ...]:
-    """Return the loaded plugins of `HF_PACKAGES` and of `packages`, and no other installed ones."""
-    plugins = load_plugins(environ={"ROLL_PLUGINS": ",".join((HF_PACKAGES, *packages))})
-    return tuple(plugin for plugin in plugins if plugin.state == "loaded")
