@@ -10,8 +10,8 @@ from roll_core.spec.model import MeshInfo
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.sharding import make_meshes
 from roll_testing.errors import raises_error
-from roll_testing.models import MIXERS
 from roll_testing.ranks import RanksFailedError
+from shared_tests.tiny_architectures import MIXERS
 
 pytestmark = pytest.mark.engine
 
