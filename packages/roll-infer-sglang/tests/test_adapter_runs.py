@@ -10,7 +10,7 @@ from shared_tests.engine_runs import AdapterRunTests, RouterReplayRunTests
 
 
 @pytest.mark.engine("sglang")
-@pytest.mark.slow  # CI has that of vLLM
+@pytest.mark.slow  # CI has such runs with the embedded engine, and adapters on this one
 @pytest.mark.timeout(900)
 class TestAdapterRun(AdapterRunTests):
     engine = "sglang"

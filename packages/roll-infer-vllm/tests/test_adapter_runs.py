@@ -10,6 +10,7 @@ from shared_tests.engine_runs import AdapterRunTests, RouterReplayRunTests
 
 
 @pytest.mark.engine("vllm")
+@pytest.mark.slow  # CI has such runs with the embedded engine, and adapters on this one
 @pytest.mark.timeout(900)
 class TestAdapterRun(AdapterRunTests):
     engine = "vllm"

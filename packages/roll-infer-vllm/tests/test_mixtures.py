@@ -42,7 +42,7 @@ from shared_tests.loaded_engine import CLOSE, digests
 pytestmark = pytest.mark.engine("vllm")
 CLOSE_BF16 = 0.1
 """vLLM and transformers round differently. Their routers may choose other experts, so only most tokens are close."""
-QUICK = ("mixtral", "deepseek_v3")
+QUICK = ("deepseek_v3",)
 """Architectures that every run of tests starts; beside `qwen3_moe`, `glm4_moe` and `gpt_oss` below."""
 STAND_INS = str(Path(shared_tests.__file__).parents[1] / "stand_ins")
 """Has torchvision, whose wheel is linked to CUDA. vLLM imports names of it for qwen3_5, which has images as well."""

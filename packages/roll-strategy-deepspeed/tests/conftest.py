@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -28,9 +29,15 @@ def provider():
     return found
 
 
+RARE = re.compile(r"::TestStages::.*\[(zero1|zero[02]-1)\b")
+"""Tests of the conformance kit at stage 1, whose optimizer is that of stage 2, and on one rank of these stages."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     for item in items:
+        if RARE.search(item.nodeid) and str(item.path).startswith(f"{HERE}/"):
+            item.add_marker(pytest.mark.slow)
         if "provider" in getattr(item, "fixturenames", ()) and str(item.path).startswith(f"{HERE}/"):
             item.add_marker(pytest.mark.engine("deepspeed"))
 

@@ -15,11 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.spec.model import ModelSpec
+from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import WantedOutputs
 from roll_testing import TrainStrategyConformance, models
 from roll_testing.bench import WHOLE, Case, as_array, built, micros, outputs, share, take_step, weights
-from roll_testing.losses import LOSSES
+from roll_testing.losses import LOSSES, TRAINING
 from roll_testing.programs import fail_to_build, raised
+from roll_testing.ranks import free_port
+from roll_testing.train_kit import registry
 from shared_tests import tiny_architectures
 
 PRELOAD = ("megatron_on_cpu", *TrainStrategyConformance.preload, "roll_strategy_megatron.strategy")
@@ -47,6 +50,19 @@ DEEPSEEK = tiny_architectures.DEEPSEEK | {
 }
 """With shared experts, scores that are scaled, and positions beyond those it was made for."""
 WANT = WantedOutputs(logprobs=True, entropy=True, topk=3, temperature=0.8)
+
+
+def case_on(ranks, config, model, *, training=TRAINING, name="megatron_train") -> Case:
+    """A strategy with its configuration and model, on ranks of a CPU."""
+    return Case(
+        provider=registry().find(TrainProvider, name),
+        strategy_config=config,
+        model=model,
+        training=training,
+        world_size=ranks,
+        devices=("cpu",) * ranks,
+        master_port=free_port(),
+    )
 
 
 def offloaded(rank, case: Case, step) -> tuple[list[int], dict, dict]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from architectures import MODELS
 from divisions import DIVISIONS
-from megatron_programs import DEEPSEEK, MIXTURE, WANT, offloaded, score_and_train, train_unchecked
+from megatron_programs import DEEPSEEK, MIXTURE, WANT, case_on, offloaded, score_and_train, train_unchecked
 from safetensors.torch import load_file, save_file
 
 from roll_core.data.pack import pack
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import WantedOutputs
-from roll_testing.bench import Case, Split, Step
+from roll_testing.bench import Split, Step
 from roll_testing.bounds import check_near, check_rows, check_same
 from roll_testing.losses import OF_TASK, TRAINING
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
@@ -220,14 +220,7 @@ def case_of(arrangement, folder):
     written = write_checkpoint(folder, arrangement.model, task=arrangement.task, vocab_size=VOCABULARY)
     _draw_biases(folder)
     model = replace(written, gradient_checkpointing=arrangement.checkpointing)
-    return Case(
-        provider=registry().find(TrainProvider, "megatron_train"),
-        strategy_config=arrangement.config,
-        model=model,
-        training=TRAINING,
-        world_size=arrangement.ranks,
-        devices=("cpu",) * arrangement.ranks,
-    )
+    return case_on(arrangement.ranks, arrangement.config, model)
 
 
 def _draw_biases(folder):

@@ -6,21 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch.nn.functional as F
-from megatron_programs import DEEPSEEK, MIXTURE, score_and_train
+from megatron_programs import DEEPSEEK, MIXTURE, case_on, score_and_train
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from roll_core.data.pack import pack
-from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import WantedOutputs
-from roll_testing.bench import Case, Split, Step
+from roll_testing.bench import Split, Step
 from roll_testing.bounds import check_near, distance
 from roll_testing.errors import mentions
 from roll_testing.losses import LOSSES, TRAINING
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
-from roll_testing.ranks import free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.train_kit import registry
 
 VOCABULARY = 61
 WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
@@ -80,15 +77,7 @@ class Balanced(Reference):
 
 def case_of(folder, architecture, ranks, config, *, checkpointing=False):
     model = write_checkpoint(folder, architecture, task="causal_lm", vocab_size=VOCABULARY)
-    return Case(
-        provider=registry().find(TrainProvider, "megatron_train"),
-        strategy_config=config,
-        model=replace(model, gradient_checkpointing=checkpointing),
-        training=TRAINING,
-        world_size=ranks,
-        devices=("cpu",) * ranks,
-        master_port=free_port(),
-    )
+    return case_on(ranks, config, replace(model, gradient_checkpointing=checkpointing))
 
 
 def steps(calls=1):

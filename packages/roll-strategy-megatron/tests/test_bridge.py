@@ -10,7 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from megatron_programs import DEEPSEEK, MIXTURE, PRELOAD, configure, score_and_train, train_and_export
+from megatron_programs import (
+    DEEPSEEK,
+    MIXTURE,
+    PRELOAD,
+    case_on,
+    configure,
+    score_and_train,
+    train_and_export,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -19,10 +27,10 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import WantedOutputs
 from roll_modeling.model import load_model
-from roll_testing.bench import Case, Step
+from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_rows, check_same
 from roll_testing.errors import mentions
-from roll_testing.losses import LOSSES, TRAINING
+from roll_testing.losses import LOSSES
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import RankHost, free_port
@@ -69,8 +77,7 @@ def host(brought):
 
 def case_of(folder, model, **config):
     spec = write_checkpoint(folder, model, task="causal_lm", vocab_size=61)
-    record = registry().find(TrainProvider, "megatron_train")
-    return Case(provider=record, strategy_config=config, model=spec, training=None)
+    return case_on(1, config, spec, training=None)
 
 
 def refusal(host, case):
@@ -242,15 +249,7 @@ def test_critic_from_a_language_model_has_the_head_of_hf_train(host, tmp_path):
 def test_random_tied_model_equals_hf_train_and_stays_tied(host, config):
     keys = {key: value for key, value in QWEN3.items() if key != "initializer_range"}
     spec = ModelSpec(random_init=keys | {"tie_word_embeddings": True, "vocab_size": 61, "pad_token_id": 0}, seed=5)
-    case = Case(
-        provider=registry().find(TrainProvider, "megatron_train"),
-        strategy_config=config,
-        model=spec,
-        training=TRAINING,
-        world_size=2,
-        devices=("cpu", "cpu"),
-        master_port=free_port(),
-    )
+    case = case_on(2, config, spec)
     steps = [Step(sequences=make_batch(61, seed=seed), loss=LOSSES["sft"]) for seed in range(2)]
     alone = case.with_(
         provider=registry().find(TrainProvider, "hf_train"), strategy_config={}, world_size=1, devices=("cpu",)

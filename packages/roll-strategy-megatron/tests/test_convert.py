@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from convert_programs import write_and_export
-from megatron_programs import MIXTURE
+from megatron_programs import MIXTURE, case_on
 from safetensors.torch import load_file
 
 from roll_core.cli.main import main
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.providers import TrainProvider
-from roll_testing.bench import Case, Step
-from roll_testing.losses import LOSSES, TRAINING
+from roll_testing.bench import Step
+from roll_testing.losses import LOSSES
 from roll_testing.models import make_batch, write_checkpoint
-from roll_testing.ranks import free_port
-from roll_testing.train_kit import registry
 
 EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
 
@@ -26,15 +23,8 @@ EXPERTS = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6
 @pytest.mark.parametrize("export", ["merged", "adapter"])
 def test_converted_expert_adapters_equal_the_export(host, tmp_path, export):
     model = write_checkpoint(tmp_path / "model", MIXTURE, task="causal_lm", vocab_size=61)
-    case = Case(
-        provider=registry().find(TrainProvider, "megatron_train"),
-        strategy_config={"expert_model_parallel_size": 2},
-        model=replace(model, lora=replace(EXPERTS, export=export)),
-        training=TRAINING,
-        world_size=2,
-        devices=("cpu",) * 2,
-        master_port=free_port(),
-    )
+    lora = replace(EXPERTS, export=export)
+    case = case_on(2, {"expert_model_parallel_size": 2}, replace(model, lora=lora))
     steps = [Step(sequences=make_batch(61, seed=seed), loss=LOSSES["sft"]) for seed in range(2)]
     state = {"strategy": "megatron_train", "world_size": 2, "weight_version": 1, "portable": True}
     store = CheckpointDirectory(tmp_path / "checkpoints")

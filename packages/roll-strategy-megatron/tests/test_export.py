@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_programs import MIXTURE, export, loaded_weights, read
+from megatron_programs import MIXTURE, case_on, export, loaded_weights, read
 from transformers import AutoModelForCausalLM
 
-from roll_core.spec.providers import TrainProvider
-from roll_testing.bench import Case
 from roll_testing.bounds import check_same
 from roll_testing.models import QWEN3, write_checkpoint
 from roll_testing.ranks import free_port
-from roll_testing.train_kit import registry
 
 PIECE_BYTES = 1 << 16
 DENSE = QWEN3 | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 12}
@@ -24,15 +21,8 @@ GATHERED = {"dense": 2 * 192 * 64 * 4, "experts": 4 * 2 * 64 * 64 * 4}
 
 
 def case_of(model, config, folder):
-    return Case(
-        provider=registry().find(TrainProvider, "megatron_infer"),
-        strategy_config=config,
-        model=write_checkpoint(folder, model, task="causal_lm", vocab_size=61),
-        training=None,
-        world_size=2,
-        devices=("cpu", "cpu"),
-        master_port=free_port(),
-    )
+    written = write_checkpoint(folder, model, task="causal_lm", vocab_size=61)
+    return case_on(2, config, written, training=None, name="megatron_infer")
 
 
 def test_rank_reads_its_shards_one_weight_at_a_time(host, tmp_path):

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from architectures import MODELS
-from megatron_programs import MIXTURE, adapters_around, resume, save_after, score_and_train, train_and_export
+from megatron_programs import (
+    MIXTURE,
+    adapters_around,
+    case_on,
+    resume,
+    save_after,
+    score_and_train,
+    train_and_export,
+)
 from peft import PeftModel
 from torch import nn
 from torch.nn.utils import parametrize
@@ -16,9 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import WantedOutputs
-from roll_testing.bench import Case, Split, Step
+from roll_testing.bench import Split, Step
 from roll_testing.bounds import check_near, check_rows, check_same, distance
 from roll_testing.errors import raises_error
 from roll_testing.losses import LOSSES, OF_TASK, TRAINING
@@ -26,7 +33,6 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import RanksFailedError, free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.train_kit import registry
 
 FOUR = QWEN3 | {"num_hidden_layers": 4}
 TP = {"tensor_model_parallel_size": 2}
@@ -44,15 +50,7 @@ WANT = WantedOutputs(logprobs=True, entropy=True)
 
 
 def case_of(model, lora, config=None, ranks=1, name="megatron_train"):
-    return Case(
-        provider=registry().find(TrainProvider, name),
-        strategy_config=config or {},
-        model=replace(model, lora=lora, seed=3),
-        training=TRAINING,
-        world_size=ranks,
-        devices=("cpu",) * ranks,
-        master_port=free_port(),
-    )
+    return case_on(ranks, config or {}, replace(model, lora=lora, seed=3), name=name)
 
 
 def steps(number, task="causal_lm"):

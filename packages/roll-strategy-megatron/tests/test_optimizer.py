@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from megatron_programs import MIXTURE, masters_after, resume, save_after, score_and_train, train_alike
+from megatron_programs import (
+    MIXTURE,
+    case_on,
+    masters_after,
+    resume,
+    save_after,
+    score_and_train,
+    train_alike,
+)
 
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import WantedOutputs
-from roll_testing.bench import Case, Split, Step
+from roll_testing.bench import Split, Step
 from roll_testing.bounds import check_near, distance
 from roll_testing.errors import mentions
 from roll_testing.losses import LOSSES, TRAINING
@@ -18,7 +25,6 @@ from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import fail_to_build
 from roll_testing.ranks import free_port
 from roll_testing.reference import Reference, TransformersModel
-from roll_testing.train_kit import registry
 
 TIED = QWEN3 | {"tie_word_embeddings": True}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -30,15 +36,7 @@ HALF = HOST | {"optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d
 
 def case_of(folder, architecture, ranks, config, training=TRAINING, dtype="fp32"):
     model = write_checkpoint(folder, architecture, task="causal_lm", vocab_size=61)
-    return Case(
-        provider=registry().find(TrainProvider, "megatron_train"),
-        strategy_config=config,
-        model=replace(model, dtype=dtype),
-        training=training,
-        world_size=ranks,
-        devices=("cpu",) * ranks,
-        master_port=free_port(),
-    )
+    return case_on(ranks, config, replace(model, dtype=dtype), training=training)
 
 
 def steps(number=2):

@@ -8,18 +8,16 @@ from dataclasses import replace
 
 import pytest
 from fused_adam import with_fused_adam
-from megatron_programs import MIXTURE, load_each, move_away, resume, save_after
+from megatron_programs import MIXTURE, case_on, load_each, move_away, resume, save_after
 
 from roll_core.spec.model import LoraSpec
-from roll_core.spec.providers import TrainProvider
-from roll_testing.bench import Case, Step
+from roll_testing.bench import Step
 from roll_testing.bounds import check_rows, check_same, distance
 from roll_testing.errors import mentions
-from roll_testing.losses import LOSSES, TRAINING
+from roll_testing.losses import LOSSES
 from roll_testing.models import QWEN3, make_batch, write_checkpoint
 from roll_testing.programs import export_between, go_on
 from roll_testing.ranks import free_port
-from roll_testing.train_kit import registry
 from shared_tests.stored_buffers import check_stored_buffers
 
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -30,18 +28,6 @@ EP = {"expert_model_parallel_size": 2}
 CUT = {"expert_tensor_parallel_size": 2}
 WHOLE = TP | {"expert_tensor_parallel_size": 1}
 LATER = {"async_save_ckpt": True}
-
-
-def case_of(model, ranks, config):
-    return Case(
-        provider=registry().find(TrainProvider, "megatron_train"),
-        strategy_config=config,
-        model=model,
-        training=TRAINING,
-        world_size=ranks,
-        devices=("cpu",) * ranks,
-        master_port=free_port(),
-    )
 
 
 def steps(number):
@@ -62,12 +48,12 @@ def steps(number):
 )
 def test_state_resumes_on_another_arrangement_of_ranks(host, tmp_path, architecture, saved_by, read_by):
     model = write_checkpoint(tmp_path / "model", architecture, task="causal_lm", vocab_size=61)
-    case = case_of(model, *saved_by)
+    case = case_on(*saved_by, model)
     folder = str(tmp_path / "state")
     expected, weights = host.run(save_after, case, steps(3), folder, num_ranks=case.world_size, timeout_s=150)[0]
     files = list((tmp_path / "state" / "rank-0").glob("state-*.safetensors"))
     assert len(files) > 2 * case.world_size
-    case = case_of(model, *read_by)
+    case = case_on(*read_by, model)
     found, again = host.run(resume, case, steps(3)[-1], folder, num_ranks=case.world_size, timeout_s=150)[0]
     assert found.learning_rate == expected.learning_rate
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
@@ -83,9 +69,9 @@ def test_state_resumes_on_another_arrangement_of_ranks(host, tmp_path, architect
 )
 def test_portable_state_moves_between_arrangements(host, tmp_path, architecture, written_by, read_by):
     model = write_checkpoint(tmp_path / "model", architecture, task="causal_lm", vocab_size=61)
-    case = case_of(model, *written_by)
+    case = case_on(*written_by, model)
     expected = host.run(export_between, case, steps(4), 2, str(tmp_path), num_ranks=case.world_size, timeout_s=150)[0]
-    case = case_of(model, *read_by)
+    case = case_on(*read_by, model)
     spoil = [Step(sequences=make_batch(61, seed=50), loss=LOSSES["sft"])]
     found = host.run(go_on, case, spoil, steps(4)[2:], str(tmp_path), num_ranks=case.world_size, timeout_s=150)[0]
     for one, other in zip(found.stats, expected.stats, strict=True):
@@ -98,12 +84,12 @@ def test_stored_buffers_are_part_of_the_portable_state(host, tmp_path):
     def run(program, case, *arguments):
         return host.run(program, case.with_(master_port=free_port()), *arguments, num_ranks=2, timeout_s=100)
 
-    check_stored_buffers(run, case_of(None, 2, PP), tmp_path)
+    check_stored_buffers(run, case_on(2, PP, None), tmp_path)
 
 
 def test_optimizer_with_step_counts_by_group_resumes(host, tmp_path):
     model = write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=61)
-    case, folder, every = case_of(model, 1, {}), str(tmp_path / "state"), steps(4)
+    case, folder, every = case_on(1, {}, model), str(tmp_path / "state"), steps(4)
     (plain,) = host.run(save_after, case, every, str(tmp_path / "plain"), timeout_s=100)
     (expected,) = host.run(with_fused_adam, save_after, case, every, folder, timeout_s=100)
     (found,) = host.run(with_fused_adam, resume, case, every[-1], folder, timeout_s=100)
@@ -124,7 +110,7 @@ SPOILT = (
 
 
 def test_a_state_that_cannot_be_read_is_named(host, tmp_path):
-    case = case_of(write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=61), 1, {})
+    case = case_on(1, {}, write_checkpoint(tmp_path / "model", QWEN3, task="causal_lm", vocab_size=61))
     host.run(save_after, case, steps(1), str(tmp_path / "state"), timeout_s=100)
     folders = [tmp_path / f"spoilt-{number}" for number in range(len(SPOILT))]
     for folder, (_, spoil) in zip(folders, SPOILT, strict=True):
@@ -147,7 +133,7 @@ LORA = LoraSpec(targets=("o_proj", "gate_proj", "down_proj"), rank=2, alpha=6.0)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_offloaded_parts_hold_no_memory_and_weights_compute(host, tmp_path, dtype, lora):
     model = replace(write_checkpoint(tmp_path, MIXTURE, task="causal_lm", vocab_size=61), dtype=dtype, lora=lora)
-    case = case_of(model, 2, EP)
+    case = case_on(2, EP, model)
     batch = make_batch(61, seed=10)
     answers = host.run(move_away, case, batch, steps(1)[0], num_ranks=2, timeout_s=150)
     trained = answers[0][0]

@@ -137,7 +137,7 @@ class QuickStartTests:
         """Engine and trainer logprobs of the same weights must agree, for every placement of the roles.
 
         Slow, because other runs show it: the run with a killed replica runs apart and asynchronously, that of agents in
-        one process, and that of adapters on a slot that the roles take alternately.
+        one process, and those of the embedded engine on a slot that the roles take alternately.
         """
         left = self.grpo(pretrained, tmp_path, *PLACES[where])
         self.check(left, num_steps=4 if "asynchronous" in where else 2)
