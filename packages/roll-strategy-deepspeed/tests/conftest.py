@@ -17,7 +17,7 @@ from roll_testing.ranks import RankHost, free_port, shared_host
 
 sys.path.append(str(Path(__file__).parent))  # ranks import modules of this folder by name
 
-from deepspeed_ranks import ENVIRONMENT, PRELOAD
+from deepspeed_ranks import ENVIRONMENT, PRELOAD, in_float16
 
 HERE = Path(__file__).parent
 
@@ -68,11 +68,9 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
-def ranks_in_float16():
+def ranks_in_float16(ranks):
     """The same where DeepSpeed takes the host for one that computes in float16: slow ones do, too."""
-    host = RankHost(environment=ENVIRONMENT, preload=(*PRELOAD, "deepspeed_float16"))
-    yield running(host)
-    host.close()
+    return lambda function, case, *arguments: ranks(in_float16, case, function, *arguments)
 
 
 @pytest.fixture(scope="session")
