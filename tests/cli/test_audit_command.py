@@ -350,7 +350,7 @@ def test_a_saved_record_has_the_findings() -> None:
 def test_the_page_has_every_check_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
     source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (data_audit,))
-    yielded = set(re.findall(r'(?:finding\(|keeps\(|check=)\s*"(\w+)"', source)) | {"prompt_length", "response_length"}
+    yielded = set(re.findall(r'(?:[Ff]inding\(|keeps\()\s*"(\w+)"', source)) | {"prompt_length", "response_length"}
     assert set(re.findall(r"^\| `(\w+)` \| \S", page, re.MULTILINE)) == yielded
 
 

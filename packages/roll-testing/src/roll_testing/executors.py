@@ -154,12 +154,9 @@ class ExecutorConformance(PackagingTests):
         self._need_processes()
 
         async def devices() -> list[str | None]:
-            executor = self._executor()
-            try:
+            async with self._executor() as executor:
                 group = (await executor.start([_spec(tmp_path, slots=True)]))["probe"]
                 return [facts[4] for facts in await _workers(group)(ProbeWorker.facts).all(DEVICES)]
-            finally:
-                await executor.close()
 
         assert sorted(run(devices()), key=str) == [str(rank) for rank in range(RANKS)]
 
@@ -220,15 +217,12 @@ class ExecutorConformance(PackagingTests):
         broken = _spec(tmp_path, role="broken", fails=True)
 
         async def start() -> None:
-            executor = self._executor()
-            try:
+            async with self._executor() as executor:
                 with pytest.raises(WorkerError) as caught:
                     await executor.start([_spec(tmp_path), broken])
                 assert caught.value.role == "broken", f"the error names the role {caught.value.role}"
                 assert not self.provider.in_process or list(tmp_path.glob("*.closed")), "a worker was not closed"
                 _check_exited(tmp_path, self.exit_s)
-            finally:
-                await executor.close()
 
         run(start())
 
@@ -239,15 +233,12 @@ class ExecutorConformance(PackagingTests):
         self._need_processes()
 
         async def lose_one() -> None:
-            executor = self._executor()
-            try:
+            async with self._executor() as executor:
                 group = (await executor.start([_spec(tmp_path)]))["probe"]
                 for wait in (partial(_workers(group)(ProbeWorker.exit).at, 1), executor.watch):
                     with pytest.raises(WorkerDiedError) as caught:
                         await asyncio.wait_for(wait(), self.exit_s)
                     assert (caught.value.role, caught.value.rank) == ("probe", 1)
-            finally:
-                await executor.close()
 
         run(lose_one())
 
@@ -259,8 +250,7 @@ class ExecutorConformance(PackagingTests):
         self._need_processes()
 
         async def lose_one() -> None:
-            executor = self._executor()
-            try:
+            async with self._executor() as executor:
                 group = (await executor.start([_spec(tmp_path, survives="while_others_live")]))["probe"]
                 with pytest.raises(WorkerDiedError):
                     await asyncio.wait_for(_workers(group)(ProbeWorker.exit).at(1), self.exit_s)
@@ -275,8 +265,6 @@ class ExecutorConformance(PackagingTests):
                 assert not group.lost
                 answers = await _workers(group)(ProbeWorker.facts).all(VARIABLE)
                 assert [(member.rank, member.pid) for member in group.members] == [answer[:3:2] for answer in answers]
-            finally:
-                await executor.close()
 
         run(lose_one())
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
+from typing_extensions import override
+
 from roll_core.algorithms.aggregate import Aggregation, stream_weights, weighted_sum
 from roll_core.algorithms.kl import KLKind
 from roll_core.algorithms.losses import (
@@ -154,17 +156,12 @@ class SpoiltGradient:
         return LossOutput(loss=sft.loss + (outputs.logprobs_T[hit_T].sum() * 0.0).sqrt(), metrics=sft.metrics)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpoiltLoss:
+class SpoiltLoss(SpoiltGradient):
     """Negative log-likelihood that is NaN for a microbatch with one sequence."""
 
-    sequence: str
+    __slots__ = ()
 
-    @property
-    def want(self) -> WantedOutputs:
-        """Logprobs of the tokens."""
-        return WantedOutputs(logprobs=True)
-
+    @override
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
         """Return the loss without checking it, as losses of plugins may."""
         sft = sft_objective()(outputs, micro)

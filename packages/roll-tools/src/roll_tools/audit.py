@@ -216,7 +216,7 @@ def audit_data(
             model_ends=model_ends,
         )
     except DataError as error:
-        findings.append(AuditFinding(check="rows", subject=path.name, level="error", found=str(error)))
+        findings.append(AuditFinding("rows", path.name, "error", str(error)))
     shown = masked_rows(rows, data, built, num=num_shown, trains=trains, on_prompt=on_prompt)
     return findings, list(shown)
 

@@ -19,7 +19,7 @@ from roll_core.runtime.records.checkpoint_directory import STATE, BestCheckpoint
 from roll_core.runtime.records.manifest import STEP, read_manifest, verify
 from roll_core.runtime.records.run_dir import experiment_runs
 from roll_core.runtime.run.run_saver import SavedRun
-from roll_tools.open_run import is_run, open_run
+from roll_tools.open_run import aligned, is_run, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def list_checkpoints(place: Path | str, *, as_json: bool, digests: bool, store: 
     if as_json:
         _print_json(rows)
     elif rows:
-        sys.stdout.write("\n".join(_table(rows)) + "\n")
+        sys.stdout.write(_table(rows))
     else:
         sys.stdout.write(f"no checkpoint in {place}\n")
     return 1 if any(row.problems for row in rows) else 0
@@ -264,7 +264,7 @@ def _make_row(
     )
 
 
-def _table(rows: Sequence[CheckpointRow]) -> list[str]:
+def _table(rows: Sequence[CheckpointRow]) -> str:
     cells = [["checkpoint", "step", "written", "size", "resumes with", "state"]]
     cells += [
         [
@@ -277,8 +277,7 @@ def _table(rows: Sequence[CheckpointRow]) -> list[str]:
         ]
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return aligned(cells)
 
 
 def _needs(row: CheckpointRow) -> str:

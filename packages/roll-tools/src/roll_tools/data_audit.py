@@ -63,7 +63,7 @@ TOOL = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AuditFinding:
     """Result of a check."""
 
@@ -93,13 +93,8 @@ def audit_template(
     try:
         from roll_pipeline_agentic.chat_encoder import ChatEncoder
     except ModuleNotFoundError:
-        yield AuditFinding(
-            check="chat_template",
-            subject=subject,
-            level="note",
-            found="not checked on conversations of several turns",
-            remedy=install_command("roll-pipeline-agentic"),
-        )
+        status = "not checked on conversations of several turns"
+        yield AuditFinding("chat_template", subject, "note", status, install_command("roll-pipeline-agentic"))
         return
     try:
         chats = ChatEncoder(tokenizer, data, where=subject, tool_format=tool_format, thinking=thinking)
@@ -108,7 +103,7 @@ def audit_template(
         trial.opening = chats.encode([trial.question])
     except DataError as error:
         level: Level = "warning" if multi_turn else "note"
-        yield AuditFinding(check="chat_template", subject=subject, level=level, found=f"cannot render chats: {error}")
+        yield AuditFinding("chat_template", subject, level, f"cannot render chats: {error}")
         return
     yield trial.end_of_turn()
     yield trial.keeps("turns_keep_tokens", "messages", {"content": trial.answer}, trial.question)
@@ -197,89 +192,63 @@ def audit_rows(
     part = "" if num_read == len(rows) else f" of the first {num_read}"
 
     def finding(check: str, level: Level, status: str, remedy: str = "") -> AuditFinding:
-        return AuditFinding(check=check, subject=subject, level=level, found=status, remedy=remedy)
+        return AuditFinding(check, subject, level, status, remedy)
 
     if errors:
         yield finding("encoding", "error", f"{len(errors)}{part} rows cannot be encoded; the first: {errors[0]}")
     if untrained:
-        where = untrained[0].where
-        yield finding(
-            "trained_tokens",
-            "warning",
-            f"{len(untrained)}{part} rows have no token to train on, for example {where}: they are dropped",
-            "every reply has weight 0, or its reasoning is removed by the chat template",
-        )
+        status = f"{len(untrained)}{part} rows have no token to train on, for example {untrained[0].where}: they are"
+        remedy = "every reply has weight 0, or its reasoning is removed by the chat template"
+        yield finding("trained_tokens", "warning", f"{status} dropped", remedy)
     if encoder.untrained_replies:
-        yield finding(
-            "trained_replies",
-            "warning",
+        status = (
             f"{encoder.untrained_replies}{part} replies are read, not trained: the template removes their reasoning,"
-            " or reasoning before them, once later messages follow",
-            "to train them, write one row for each reply",
+            " or reasoning before them, once later messages follow"
         )
-    if not num and part:
-        yield finding(
-            "rows", "note", f"the time sufficed for {num_read} of {len(rows)} rows, none of which can be used"
-        )
-        return
+        yield finding("trained_replies", "warning", status, "to train them, write one row for each reply")
     if not num:
         none = f", {without_response} without a response" if without_response else ""
-        yield finding("rows", "error", f"none of {len(rows)} rows can be used{none}")
+        status = f"none of {len(rows)} rows can be used{none}"
+        if part:
+            status = f"the time sufficed for {num_read} of {len(rows)} rows, none of which can be used"
+        yield finding("rows", "note" if part else "error", status)
         return
     counted = f"the first {num} of {len(rows)} rows" if part else f"{num} rows"
-    if without_response:
-        counted += f", and {without_response} without a response"
+    counted += f", and {without_response} without a response" if without_response else ""
     yield finding("rows", "note" if without_response else "ok", counted)
+    trains = response_length is not None
     for what, lengths, limit in (
         ("prompt", prompts, prompt_length),
-        *([("response", responses, response_length)] if response_length is not None else []),
+        *([("response", responses, response_length)] if trains else []),
     ):
         over = long[what]
         level: Level = "ok" if not over else "error" if over == num else "warning"
-        yield finding(
-            f"{what}_length",
-            level,
-            f"{_percentiles(lengths)} tokens; {over} of {num} exceed {what}_length {limit}",
-            f"increase {what}_length; these rows are dropped" + (" or cut" if what == "response" else "")
-            if over
-            else "",
-        )
+        remedy = f"increase {what}_length; these rows are dropped" + (" or cut" if what == "response" else "")
+        status = f"{_percentiles(lengths)} tokens; {over} of {num} exceed {what}_length {limit}"
+        yield finding(f"{what}_length", level, status, remedy if over else "")
     if unknown:
         row, role = unknown[0]
-        yield finding(
-            "roles",
-            "warning",
-            f"{len(unknown)} of {num} rows have a message of an unknown role, for example {row.where}: {role!r}",
-            f"write one of {', '.join(ROLES)}: only messages of the assistant are trained",
-        )
+        status = f"{len(unknown)} of {num} rows have a message of an unknown role, for example {row.where}: {role!r}"
+        remedy = f"write one of {', '.join(ROLES)}: only messages of the assistant are trained"
+        yield finding("roles", "warning", status, remedy)
+    status = remedy = ""
     if duplicates:
-        first, again = duplicates[0]
-        yield finding(
-            "duplicates",
-            "warning",
-            f"{len(duplicates)} of {num} rows repeat an earlier one, for example {again.where} that of {first.where}",
-            "remove them, or they count several times in each pass",
+        (first, again), count = duplicates[0], len(duplicates)
+        status = f"{count} of {num} rows repeat an earlier one, for example {again.where} that of {first.where}"
+        remedy = "remove them, or they count several times in each pass"
+    yield finding("duplicates", "warning" if duplicates else "ok", status or "none", remedy)
+    what = "response" if trains else "prompt"
+    status = f"{len(empty)} of {num} rows have an empty {what}, for example {empty[0].where}" if empty else "none"
+    yield finding("empty", "warning" if empty else "ok", status)
+    if trains:
+        status = f"trained in {num - len(unstopped)} of {num} rows"
+        status += f", not in {unstopped[0].where}" if unstopped else ""
+        remedy = (
+            "the model does not learn to end its responses: the template must end a response with the end-of-sequence"
+            f" token {tokenizer.eos_token}"
         )
-    else:
-        yield finding("duplicates", "ok", "none")
-    what = "prompt" if response_length is None else "response"
-    if empty:
-        yield finding(
-            "empty", "warning", f"{len(empty)} of {num} rows have an empty {what}, for example {empty[0].where}"
-        )
-    else:
-        yield finding("empty", "ok", "none")
-    if response_length is not None:
-        yield finding(
-            "stop_token",
-            "ok" if not unstopped else "error" if len(unstopped) == num else "warning",
-            f"trained in {num - len(unstopped)} of {num} rows"
-            + (f", not in {unstopped[0].where}" if unstopped else ""),
-            "the model does not learn to end its responses: the template must end a response with the"
-            f" end-of-sequence token {tokenizer.eos_token}"
-            if unstopped
-            else "",
-        )
+        level = "ok" if not unstopped else "error" if len(unstopped) == num else "warning"
+        yield finding("stop_token", level, status, remedy if unstopped else "")
 
 
 def audit_reward_columns(
@@ -324,30 +293,25 @@ def audit_reward_columns(
         if unscorable:
             names = [row.where for row, _ in unscorable]
             more = f" and {len(names) - NAMED_ROWS} more" if len(names) > NAMED_ROWS else ""
-            yield AuditFinding(
-                check="reward_rows",
-                subject=subject,
-                level="warning",
-                found=f"rewards.{domain} cannot score {len(names)} of {num} rows: {unscorable[0][1]}. The rows are"
-                f" {', '.join(names[:NAMED_ROWS])}{more}",
-                remedy="mend or remove them: their samples fail in each pass",
+            status = (
+                f"rewards.{domain} cannot score {len(names)} of {num} rows: {unscorable[0][1]}. The rows are"
+                f" {', '.join(names[:NAMED_ROWS])}{more}"
             )
+            remedy = "mend or remove them: their samples fail in each pass"
+            yield AuditFinding("reward_rows", subject, "warning", status, remedy)
         bad = [column for column in columns if column in seen and column in empty]
         for column in bad:
-            yield AuditFinding(
-                check="reward_columns",
-                subject=subject,
-                level="warning" if column in read else "note",
-                found=f"column {column!r} is empty in {empty[column]} of {first}{num} rows that rewards.{domain}"
-                f" scores, for example {examples[column].where}",
-                remedy=f"fill it, or remove these rows: rewards.{domain}.{read[column]} names this column"
-                if column in read
-                else "",
+            status = (
+                f"column {column!r} is empty in {empty[column]} of {first}{num} rows that rewards.{domain} scores, for"
+                f" example {examples[column].where}"
             )
+            key = read.get(column)
+            remedy = f"fill it, or remove these rows: rewards.{domain}.{key} names this column" if key else ""
+            yield AuditFinding("reward_columns", subject, "warning" if key else "note", status, remedy)
         if num and not bad:
             where = f" in {first}{num} rows" if first else ""
             status = f"no column for rewards.{domain} is empty{where}"
-            yield AuditFinding(check="reward_columns", subject=subject, level="ok", found=status)
+            yield AuditFinding("reward_columns", subject, "ok", status)
 
 
 def _is_empty(value: Any) -> bool:
@@ -382,7 +346,7 @@ class _Trial:
 
     def finding(self, check: str, level: Level, status: str, remedy: str = "") -> AuditFinding:
         """A finding about the chat template."""
-        return AuditFinding(check=check, subject=self.subject, level=level, found=status, remedy=remedy)
+        return AuditFinding(check, self.subject, level, status, remedy)
 
     def end_of_turn(self) -> AuditFinding:
         """The token that ends a reply, and whether generation stops at it."""
@@ -484,13 +448,11 @@ def audit_run(
     """
     begin = time.monotonic()
     if config.pipeline not in PIPELINES:
-        yield AuditFinding(
-            check="pipeline",
-            subject="pipeline",
-            level="note",
-            found=f"the rows of {config.pipeline} are {'read' if seconds is None else 'not read'}, and not encoded:"
-            f" lengths and stop tokens are audited for {', '.join(PIPELINES)}",
+        status = (
+            f"the rows of {config.pipeline} are {'read' if seconds is None else 'not read'}, and not encoded: lengths"
+            f" and stop tokens are audited for {', '.join(PIPELINES)}"
         )
+        yield AuditFinding("pipeline", "pipeline", "note", status)
         yield from _read_sources(config, rows, set()) if seconds is None else ()
         return
     multi_turn = bool(getattr(config, "multi_turn", False))
@@ -551,11 +513,9 @@ def _read_sources(config: RunConfig, rows: ReadRows, audited: set[str]) -> Itera
             if len(path) == 2:
                 type(config).check_rows(path[0], source_rows, data, values)
         except DataError as error:
-            yield AuditFinding(check="rows", subject=key, level="error", found=str(error))
+            yield AuditFinding("rows", key, "error", str(error))
         else:
-            yield AuditFinding(
-                check="rows", subject=key, level="ok", found=f"{len(source_rows)} rows, read but not encoded"
-            )
+            yield AuditFinding("rows", key, "ok", f"{len(source_rows)} rows, read but not encoded")
 
 
 def _reward_functions(config: RewardKeys, registry: Registry) -> dict[str, RewardFunction]:
@@ -576,7 +536,7 @@ def write_audit(run: Run) -> None:
     except Exception as error:  # of a tokenizer or of a template; the run itself reports what it needs
         log.debug("the audit failed", exc_info=True)
         text = f"failed: {type(error).__name__}: {error}"
-        findings = [asdict(AuditFinding(check="audit", subject="", level="note", found=text))]
+        findings = [asdict(AuditFinding("audit", "", "note", text))]
     try:
         (run.dir / AUDIT).write_text(json.dumps(findings, indent=2), encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The run directories that arguments of the commands name.
+"""The run directories that arguments of the commands name, and tables of their lists.
 
 A light module: `checkpoint list` imports neither pydantic nor rich.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roll_core.errors import RunDirectoryError, closest
 from roll_core.runtime.records.run_dir import RunDir, experiment_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def open_run(path: str | Path) -> RunDir:
@@ -52,3 +56,10 @@ def runs_below(place: str | Path) -> list[RunDir]:
 def is_run(path: Path) -> bool:
     """True if `path` has a file of a run directory."""
     return any((path / name).exists() for name in ("run.json", "config.yaml", "metrics.jsonl"))
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Lines of a table with its columns aligned. The first of `cells` are the titles."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "".join(f"{row.rstrip()}\n" for row in rows)

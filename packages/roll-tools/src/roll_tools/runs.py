@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from roll_core.errors import RunDirectoryError
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.records.run_files import number, safe
-from roll_tools.open_run import open_run, runs_below
+from roll_tools.open_run import aligned, open_run, runs_below
 from roll_tools.saved_record import SavedRecord, config_hash, read_state, readable_metrics
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def list_runs(place: Path, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps(safe([asdict(row) for row in rows]), indent=2) + "\n")
     elif rows:
-        sys.stdout.write("\n".join(_table(rows)) + "\n")
+        sys.stdout.write(_table(rows))
     else:
         sys.stdout.write(f"no run in {place}\n")
     return 0
@@ -178,7 +178,7 @@ def _row(run: RunDir) -> RunRow:
     )
 
 
-def _table(rows: Sequence[RunRow]) -> list[str]:
+def _table(rows: Sequence[RunRow]) -> str:
     cells = [["run", "state", "step", "score", "metric", "config", "age"]]
     cells += [
         [
@@ -192,8 +192,7 @@ def _table(rows: Sequence[RunRow]) -> list[str]:
         ]
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return aligned(cells)
 
 
 def _relative(path: str) -> str:
