@@ -1,13 +1,15 @@
 """Flags of OpenRLHF's trainers: names, types and defaults in 0.11.2, older names, and facts that follow from them.
 
-They are those of the argument parsers in openrlhf/cli and of the code that reads them. A launch is a mapping of flags
-under their names of 0.11; `ALIASES` has the flat flags of 0.7 to 0.10.
+They are those of the argument parsers in openrlhf/cli (`openrlhf_flags.yaml`) and of the code that reads them. A launch
+is a mapping of flags under their names of 0.11; `ALIASES` has the flat flags of 0.7 to 0.10.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from roll_migrate.shared_rules import count_rows
 
@@ -25,104 +27,22 @@ TRAINER, FLAT, GPUS = "trainer", "flat", "gpus"
 
 # -- the argument parsers ----------------------------------------------------------------------------------------------
 
-_SWITCHES = (
-    "actor.freeze_visual_encoder actor.gradient_checkpointing_enable actor.gradient_checkpointing_reentrant"
-    " actor.muon.nesterov actor.muon.no_nesterov critic.muon.nesterov critic.muon.no_nesterov muon.nesterov"
-    " muon.no_nesterov algo.advantage.is_correction_enable algo.advantage.no_std_norm algo.dynamic_filtering_enable"
-    " algo.kl.unbiased_gradient"
-    " algo.kl.use_loss ckpt.disable_ds ckpt.load_enable ckpt.save_hf critic.save_value_network"
-    " data.apply_chat_template data.disable_fast_tokenizer data.multiturn ds.adam_offload ds.deepcompile"
-    " ds.enable_sleep ds.load_in_4bit ds.overlap_comm ds.packing_samples ds.use_liger_kernel ds.use_universal_ckpt"
-    " model.compute_fp32_loss_enable model.gradient_checkpointing_enable model.gradient_checkpointing_reentrant"
-    " model.ipo_enable model.margin_loss_enable model.pretrain_mode_enable ref.offload reward.normalize_enable"
-    " reward.offload train.async_enable train.colocate_actor_ref train.colocate_all train.colocate_critic_reward"
-    " train.dynamic_batch_enable train.enable_ema train.full_determinism_enable train.partial_rollout_enable use_ms"
-    " vllm.enable_prefix_caching vllm.enable_sleep vllm.enforce_eager vllm.sync_with_ray"
-    " actor_init_on_gpu bf16 enable_vllm_is_correction flash_attn perf ref_reward_offload"
-)
-SWITCHES = frozenset(_SWITCHES.split())
+_DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SWITCHES = frozenset(_DATA["switches"].split())
 """Flags without a value."""
-LISTS = {
-    **dict.fromkeys(("actor.adam.betas", "critic.adam.betas", "adam.betas"), 2),
-    **dict.fromkeys(("actor.eps_clip_low_high", "reward.clip_range", "algo.dynamic_filtering_range"), 2),
-    **dict.fromkeys(("algo.advantage.is_correction_threshold", "ds.lora.target_modules"), 0),
-}
+LISTS: dict[str, int] = _DATA["lists"]
 """Flags with several values, and their number; 0 is any number."""
-_TEXTS = (
-    "actor.model_name_or_path critic.model_name_or_path reward.model_name_or_path ref.model_name_or_path"
-    " model.model_name_or_path reward.remote_url train.agent_func_path actor.optim critic.optim optim"
-    " actor.lr_scheduler critic.lr_scheduler lr_scheduler actor.policy_loss_type actor.loss_agg_mode"
-    " algo.advantage.estimator algo.advantage.is_correction_level algo.advantage.is_correction_mode"
-    " algo.advantage.is_correction_gating algo.advantage.is_correction_type"
-    " algo.kl.estimator ckpt.path ckpt.output_dir ckpt.best_metric_key"
-    " data.prompt_dataset data.prompt_probs data.prompt_split data.dataset data.dataset_probs data.dataset_split"
-    " data.input_key data.output_key data.label_key data.prompt_key data.chosen_key data.rejected_key"
-    " data.input_template data.tokenizer_chat_template data.image_key eval.dataset eval.split ds.attn_implementation"
-    " ds.experts_implementation ds.param_dtype ds.grad_accum_dtype ds.value_head_prefix ds.lora.target_modules"
-    " logger.wandb.key logger.wandb.org logger.wandb.group logger.wandb.project logger.wandb.run_name"
-    " logger.tensorboard_dir model.loss_type vllm.sync_backend vllm_is_correction_type train_split"
-)
-TEXTS = frozenset(_TEXTS.split())
+TEXTS = frozenset(_DATA["texts"].split())
 """Flags whose values are text. All others have numbers."""
 SECRETS = ("logger.wandb.key",)
 """Flags whose values are not read: a variable in them may be unknown."""
-_ALIASES = {
-    "model": "model_name_or_path=pretrain gradient_checkpointing_enable=gradient_checkpointing"
-    " gradient_checkpointing_reentrant=gradient_checkpointing_use_reentrant aux_loss_coef eps_clip eps_clip_low_high"
-    " dual_clip entropy_coef=entropy_loss_coef policy_loss_type freeze_visual_encoder beta ipo_enable=ipo"
-    " label_smoothing nll_loss_coef pretrain_mode_enable=pretrain_mode compute_fp32_loss_enable=compute_fp32_loss"
-    " margin_loss_enable=margin_loss loss_type=loss",
-    "": "adam.weight_decay=l2 adam.betas=adam_betas lr_scheduler lr_warmup_ratio min_lr_ratio max_norm",
-    "ckpt": "output_dir=save_path save_steps save_hf=save_hf_ckpt disable_ds=disable_ds_ckpt path=ckpt_path"
-    " max_num=max_ckpt_num max_mem=max_ckpt_mem load_enable=load_checkpoint best_metric_key",
-    "eval": "steps=eval_steps dataset=eval_dataset split=eval_split temperature=eval_temperature"
-    " n_samples_per_prompt=eval_n_samples_per_prompt",
-    "logger": "logging_steps wandb.key=use_wandb wandb.org=wandb_org wandb.group=wandb_group"
-    " wandb.project=wandb_project wandb.run_name=wandb_run_name tensorboard_dir=use_tensorboard",
-    "train": "micro_batch_size=micro_train_batch_size batch_size=train_batch_size seed"
-    " full_determinism_enable=full_determinism max_epochs num_episodes async_enable=async_train async_queue_size"
-    " partial_rollout_enable=partial_rollout colocate_actor_ref colocate_critic_reward"
-    " colocate_all=colocate_all_models dynamic_batch_enable=use_dynamic_batch"
-    " max_tokens_per_gpu=train_max_tokens_per_gpu enable_ema ema_beta agent_func_path",
-    "rollout": "batch_size=rollout_batch_size vllm_generate_batch_size micro_batch_size=micro_rollout_batch_size"
-    " max_new_tokens n_samples_per_prompt temperature top_p max_tokens_per_gpu=rollout_max_tokens_per_gpu",
-    "ds": "deepcompile zero_stage param_dtype zpg adam_offload attn_implementation use_liger_kernel grad_accum_dtype"
-    " overlap_comm tensor_parallel_size=ds_tensor_parallel_size packing_samples load_in_4bit lora.rank=lora_rank"
-    " lora.alpha=lora_alpha lora.target_modules=target_modules lora.dropout=lora_dropout ring_attn_size"
-    " ring_attn_head_stride=ring_head_stride value_head_prefix use_universal_ckpt=use_ds_universal_ckpt"
-    " enable_sleep=deepspeed_enable_sleep",
-    "data": "disable_fast_tokenizer dataloader_num_workers dataset dataset_probs dataset_split max_samples multiturn"
-    " input_key output_key label_key prompt_key chosen_key rejected_key input_template apply_chat_template"
-    " tokenizer_chat_template max_len prompt_dataset=prompt_data prompt_probs=prompt_data_probs prompt_split"
-    " image_key max_images_per_prompt",
-    "vllm": "num_engines=vllm_num_engines tensor_parallel_size=vllm_tensor_parallel_size"
-    " sync_backend=vllm_sync_backend sync_with_ray=vllm_sync_with_ray enable_prefix_caching enforce_eager"
-    " enable_sleep=vllm_enable_sleep gpu_memory_utilization=vllm_gpu_memory_utilization",
-    "algo": "advantage.estimator=advantage_estimator advantage.gamma=gamma advantage.lambd=lambd"
-    " advantage.no_std_norm=no_advantage_std_norm kl.target=kl_target kl.horizon=kl_horizon kl.init_coef=init_kl_coef"
-    " kl.estimator=kl_estimator kl.use_loss=use_kl_loss dynamic_filtering_enable=dynamic_filtering"
-    " dynamic_filtering_range=dynamic_filtering_reward_range"
-    " advantage.is_correction_threshold=vllm_is_truncated_threshold",
-    "actor": "num_nodes=actor_num_nodes num_gpus_per_node=actor_num_gpus_per_node adam.lr=actor_learning_rate",
-    "critic": "num_nodes=critic_num_nodes num_gpus_per_node=critic_num_gpus_per_node adam.lr=critic_learning_rate"
-    " model_name_or_path=critic_pretrain value_clip freezing_steps=freezing_actor_steps save_value_network",
-    "ref": "num_nodes=ref_num_nodes num_gpus_per_node=ref_num_gpus_per_node model_name_or_path=ref_pretrain"
-    " offload=ref_offload",
-    "reward": "num_nodes=reward_num_nodes num_gpus_per_node=reward_num_gpus_per_node"
-    " model_name_or_path=reward_pretrain remote_url=remote_rm_url normalize_enable=normalize_reward"
-    " clip_range=reward_clip_range overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef",
-}
-"""Flat flags by the group of their dotted flag: `new=old`, or one name if both are the same.
-
-In PPO, `model` is `actor`, and an optimizer's flags are those of `actor` and `critic`.
-"""
 
 
 def _aliases(trainer: str) -> dict[str, tuple[str, ...]]:
     """Flat flags of a trainer, with the dotted flags that they set."""
     flags: dict[str, tuple[str, ...]] = {}
     groups = {"model": ["actor"], "": ["actor", "critic"]} if trainer == PPO else {}
-    for group, names in _ALIASES.items():
+    for group, names in _DATA["aliases"].items():
         for new, _, old in (name.partition("=") for name in names.split()):
             flags[old or new] = tuple(f"{prefix}.{new}".lstrip(".") for prefix in groups.get(group, [group]))
     return flags if trainer == PPO else {**flags, "learning_rate": ("adam.lr",)}
@@ -133,38 +53,9 @@ ALIASES = {trainer: _aliases(trainer) for trainer in TRAINERS}
 
 # -- facts of a launch -------------------------------------------------------------------------------------------------
 
-DEFAULTS: dict[str, Any] = {
-    "algo.advantage.estimator": "gae",
-    "algo.advantage.is_correction_threshold": [0.5, 5.0],
-    "algo.dynamic_filtering_range": [0, 1],
-    "algo.kl.estimator": "k1",
-    "algo.kl.init_coef": 0.01,
-    "actor.policy_loss_type": "ppo",
-    "data.max_len": 2048,
-    "train.batch_size": 128,
-    "train.micro_batch_size": 8,
-    "train.async_queue_size": 1,
-    "train.max_tokens_per_gpu": 16192,
-    "rollout.batch_size": 1024,
-    "rollout.micro_batch_size": 1,
-    "rollout.n_samples_per_prompt": 1,
-    "ds.zero_stage": 2,
-    "ds.ring_attn_size": 1,
-    "ds.tensor_parallel_size": 1,
-    "vllm.num_engines": 1,
-    "vllm.tensor_parallel_size": 1,
-    **{f"{role}.num_nodes": 1 for role in ("actor", "critic", "ref", "reward")},
-    **{f"{role}.num_gpus_per_node": 8 for role in ("actor", "critic", "ref", "reward")},
-    GPUS: 8,
-}
-OF_TRAINER: dict[str, dict[str, Any]] = {
-    PPO: {"train.micro_batch_size": 1, "data.input_key": "input"},
-    SFT: {"data.input_key": "input", "train.max_epochs": 2, "adam.lr": 5e-6},
-    DPO: {"data.max_len": 512, "adam.lr": 1e-5},
-    RM: {"data.max_len": 512, "train.micro_batch_size": 1, "adam.lr": 9e-6},
-}
-OF_FLAT = {"train.micro_batch_size": 4, "rollout.micro_batch_size": 8}
-"""Defaults of train_ppo_ray up to 0.9."""
+DEFAULTS: dict[str, Any] = _DATA["defaults"] | {GPUS: 8}
+OF_TRAINER: dict[str, dict[str, Any]] = _DATA["defaults_of"]
+"""Defaults that differ for a trainer; `flat`: for train_ppo_ray up to 0.9."""
 SFT_TEMPLATE = "User: {}\nAssistant: "
 
 
@@ -173,8 +64,8 @@ def fact(source: Mapping[str, Any], name: str) -> Any:
     if name in source:
         return source[name]
     trainer = source[TRAINER]
-    if trainer == PPO and source.get(FLAT) and name in OF_FLAT:
-        return OF_FLAT[name]
+    if trainer == PPO and source.get(FLAT) and name in OF_TRAINER["flat"]:
+        return OF_TRAINER["flat"][name]
     return OF_TRAINER[trainer].get(name, DEFAULTS.get(name))
 
 
