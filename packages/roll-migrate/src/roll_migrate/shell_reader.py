@@ -10,6 +10,7 @@ The variables of the caller's environment are not read. `--set NAME=VALUE` sets 
 from __future__ import annotations
 
 import fnmatch
+import operator
 import os
 import posixpath
 import re
@@ -61,12 +62,7 @@ _DATE = re.compile(r"\+(?:[^%]|%[aAbBcdDeFgGhHIjklmMnpPrRSTuUVwWxXyYzZ%]){0,40}"
 _BRACES = re.compile(r"([^{}]*)\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}([^{}]*)")
 _DECLARES = ("export", "local", "declare", "typeset", "readonly")
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda left, right: left == right,
-    "-ne": lambda left, right: left != right,
-    "-lt": lambda left, right: left < right,
-    "-le": lambda left, right: left <= right,
-    "-gt": lambda left, right: left > right,
-    "-ge": lambda left, right: left >= right,
+    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 
 
@@ -550,18 +546,15 @@ class ShellReader:
         status, index = self._any_of(words, 0)
         return status if index == len(words) else None
 
-    def _any_of(self, words: list[tuple[str, str | None]], index: int) -> tuple[bool | None, int]:
-        status, index = self._all_of(words, index)
-        while index < len(words) and words[index][0] in ("||", "-o"):
-            other, index = self._all_of(words, index + 1)
-            status = True if True in (status, other) else None if None in (status, other) else False
-        return status, index
-
-    def _all_of(self, words: list[tuple[str, str | None]], index: int) -> tuple[bool | None, int]:
-        status, index = self._single(words, index)
-        while index < len(words) and words[index][0] in ("&&", "-a"):
-            other, index = self._single(words, index + 1)
-            status = False if False in (status, other) else None if None in (status, other) else True
+    def _any_of(
+        self, words: list[tuple[str, str | None]], index: int, *, of_all: bool = False
+    ) -> tuple[bool | None, int]:
+        """Status of comparisons joined by `||`, or with `of_all` of those joined by `&&`; and the place after them."""
+        follow, decided = self._single if of_all else partial(self._any_of, of_all=True), not of_all
+        status, index = follow(words, index)
+        while index < len(words) and words[index][0] in (("&&", "-a") if of_all else ("||", "-o")):
+            other, index = follow(words, index + 1)
+            status = decided if decided in (status, other) else None if None in (status, other) else of_all
         return status, index
 
     def _single(self, words: list[tuple[str, str | None]], index: int) -> tuple[bool | None, int]:

@@ -45,26 +45,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AdvantageConformance": "algorithms",
-    "Case": "bench",
-    "EnvironmentConformance": "environments",
-    "ExecutorConformance": "executors",
-    "InferStrategyConformance": "infer.conformance",
-    "PackagingConformance": "packaging",
-    "PipelineConformance": "pipelines",
-    "PlatformConformance": "platforms",
-    "PolicyLossConformance": "algorithms",
-    "RankHost": "ranks",
-    "RanksFailedError": "ranks",
-    "ReferenceModel": "reference",
-    "RewardConformance": "rewards",
-    "Scored": "rewards",
-    "Split": "bench",
-    "Step": "bench",
-    "TrackerConformance": "trackers",
-    "TrainStrategyConformance": "conformance",
-    "TransformersModel": "reference",
-    "WeightTransportConformance": "transports",
+    name: module
+    for module, names in {
+        "algorithms": "AdvantageConformance PolicyLossConformance",
+        "bench": "Case Split Step",
+        "conformance": "TrainStrategyConformance",
+        "environments": "EnvironmentConformance",
+        "executors": "ExecutorConformance",
+        "infer.conformance": "InferStrategyConformance",
+        "packaging": "PackagingConformance",
+        "pipelines": "PipelineConformance",
+        "platforms": "PlatformConformance",
+        "ranks": "RankHost RanksFailedError",
+        "reference": "ReferenceModel TransformersModel",
+        "rewards": "RewardConformance Scored",
+        "trackers": "TrackerConformance",
+        "transports": "WeightTransportConformance",
+    }.items()
+    for name in names.split()
 }
 
 
