@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from roll_core.spec.plan import MemoryItem
 from roll_core.spec.providers import TrainProvider
 from roll_modeling.memory import MODEL_CODE_BYTES
 from roll_tools.run_plan import CONTEXT_BYTES, PROCESS_BYTES
@@ -314,3 +315,16 @@ def test_strategy_without_an_estimate_counts_its_parameters(planned, registry, n
     trainer = role(plan, "actor_train")
     assert trainer.num_bytes("step", "device") == (2 + 4 + 12) * num_parameters
     assert not trainer.unknown
+
+
+def test_engine_joins_projections_at_the_start_of_an_accelerator(planned):
+    """Gate and up of one layer, in float32, are its largest siblings."""
+    engine = role(planned(*ACC), "actor_infer")
+    assert amounts(engine, "start", "buffers") == 4 * 2 * 64 * 160
+    assert amounts(role(planned(), "actor_infer"), "start", "buffers") == 0
+
+
+def test_amount_and_formula_have_the_same_factors():
+    item = MemoryItem.of("buffers", 4, 3_000_000, 2, "in transit", less=10)
+    assert (item.num_bytes, item.formula) == (5_999_990, "in transit: 4 × 3.0 M / 2")
+    assert MemoryItem.of("buffers", 2, 5, less=99).num_bytes == 0
