@@ -325,7 +325,10 @@ RLVR: Table = {
     "validation": VALIDATION,
 }
 
-OF_MESSAGES = change("the environment writes its own messages", values.of_messages)
+OF_MESSAGES = change(
+    "the environment writes its own messages",
+    lambda value, key: key.differs("the environment writes its own messages, so that prompts differ from ROLL's"),
+)
 NO_WORKERS = unneeded("environments run in processes of the driver, see `concurrency`")
 ENVIRONMENT: Table = {
     "env_type": change("→ `environment`; names of environments are those that are installed", values.env_type),
@@ -343,8 +346,8 @@ ENVIRONMENT: Table = {
 }
 MANAGER: Table = {
     **keys("num_env_groups group_size", keep()),
-    "tags": change("kept", values.unchanged, nested=True),
-    "num_groups_partition": change("kept", values.unchanged, nested=True),
+    "tags": keep(),
+    "num_groups_partition": keep(),
     "format_penalty": keep("environments report invalid actions by the metric `valid`"),
     "group_size_redundancy": refused("a group consists of all its episodes, also the slowest", 0),
     "llm_proxy": change("not needed for `policy`; others are rejected", values.llm_proxy, nested=True),
@@ -470,7 +473,11 @@ REWARD_FLOW: Table = {
     "actor_train": {
         **TRAIN,
         "model_args": {**MODEL, "model_config_kwargs": FLOW_MODEL},
-        "strategy_args": {"strategy_name": change("→ `deepspeed_train`", values.flow_strategy)},
+        "strategy_args": {
+            "strategy_name": change(
+                "→ `deepspeed_train`", lambda value, key: key.changed({key.path: "deepspeed_train"})
+            )
+        },
     },
     "rewards": refused("Reward-FL had its reward in its code: configure `rewards`, see docs/diffusion.md"),
     "validation": refused("configure `validation` of reward_flow"),

@@ -29,11 +29,6 @@ WHOLE_ROWS = {"sft": "sft", "preference": "dpo", "distill": "distill"}
 """Pipelines whose rows are bounded as a whole, by roll-core's name, with ROLL's name."""
 
 
-def unchanged(value: Any, key: Key) -> Outcome:
-    """A list or a mapping that means the same."""
-    return key.unchanged()
-
-
 def exp_name(value: Any, key: Key) -> Outcome:
     """ROLL accepts any text; here the name is that of a directory."""
     outcome = experiment(key, "roll")
@@ -689,11 +684,6 @@ def of_reward_worker(value: Any, key: Key) -> Outcome:
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
-def of_messages(value: Any, key: Key) -> Outcome:
-    """ROLL formats an environment's observations with templates of the config."""
-    return key.differs("the environment writes its own messages, so that prompts differ from ROLL's")
-
-
 def env_type(value: Any, key: Key) -> Outcome:
     """Name of an environment. `check` rejects names that no installed package provides."""
     return key.renamed({(*key.path[:-1], "environment"): value}, "its prompts differ from ROLL's")
@@ -799,11 +789,6 @@ def turn_option(value: Any, key: Key) -> Outcome:
 
 
 # -- Reward-FL ---------------------------------------------------------------------------------------------------------
-
-
-def flow_strategy(value: Any, key: Key) -> Outcome:
-    """Reward-FL had a DeepSpeed strategy of its own."""
-    return key.changed({key.path: "deepspeed_train"})
 
 
 def mid_timestep(value: Any, key: Key) -> Outcome:
