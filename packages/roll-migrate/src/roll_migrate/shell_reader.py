@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_migrate.arithmetic import evaluate
 from roll_migrate.shell_syntax import (
+    DECLARES,
     Arithmetic,
     Assignment,
     Calculation,
@@ -60,7 +61,6 @@ MAX_CALLS = 40
 _UNKNOWN = re.compile("\0(\\d+)\0")
 _DATE = re.compile(r"\+(?:[^%]|%[aAbBcdDeFgGhHIjklmMnpPrRSTuUVwWxXyYzZ%]){0,40}")
 _BRACES = re.compile(r"([^{}]*)\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}([^{}]*)")
-_DECLARES = ("export", "local", "declare", "typeset", "readonly")
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
@@ -383,7 +383,7 @@ class ShellReader:
         if builtin is not None:
             result: bool | None = builtin(arguments, node.line)
             return result
-        if name in (":", "true", "false", *_DECLARES):
+        if name in (":", "true", "false", *DECLARES):
             return name != "false"
         self.blame = None
         if self.output is not None:
@@ -670,36 +670,22 @@ class ShellReader:
     def _place(self, token: Token) -> str:
         return f"{self.path}:{token.line}:{token.column}"
 
-    def _text(self, token: Token, *, tilde: bool = False) -> str:
-        """Text of a word without splitting, such as the value of an assignment."""
+    def _text(self, token: Token, *, tilde: bool = False, is_pattern: bool = False) -> str:
+        """Text of a word without splitting, such as the value of an assignment.
+
+        With `is_pattern`, it is a pattern, in which quoted characters stand for themselves.
+        """
         texts = []
         for part in token.parts:
-            if isinstance(part, Text):
-                texts.append(part.text)
-            else:
-                value = self._value(part)
-                texts.append(self._joined(part, value))
+            text = part.text if isinstance(part, Text) else self._joined(part, self._value(part))
+            texts.append(re.sub(r"([*?\[])", r"[\1]", text) if is_pattern and part.quoted else text)
         text = "".join(texts)
-        if (
-            tilde
-            and (token.parts and _is_tilde(token.parts[0]))
-            and text.startswith(("~/", "~"))
-            and text[1:2] in ("", "/")
-        ):
+        if tilde and token.parts and _is_tilde(token.parts[0]) and text.startswith("~") and text[1:2] in ("", "/"):
             text = _text_of(self.variables.get("HOME", "")) + text[1:]
         return self._limited(text)
 
     def _pattern(self, token: Token) -> str:
-        """Pattern of a word: quoted characters stand for themselves."""
-        texts = []
-        for part in token.parts:
-            if isinstance(part, Text):
-                texts.append(re.sub(r"([*?\[])", r"[\1]", part.text) if part.quoted else part.text)
-            else:
-                value = self._value(part)
-                text = self._joined(part, value)
-                texts.append(re.sub(r"([*?\[])", r"[\1]", text) if part.quoted else text)
-        return self._limited("".join(texts))
+        return self._text(token, is_pattern=True)
 
     def _fields(self, token: Token) -> list[_Item]:
         """Fields of a word: unquoted values are split at blanks, and arrays at their items."""

@@ -211,7 +211,8 @@ _SEPARATOR = re.compile(r";(?!;)|&(?!&)")
 _PARAMETER = re.compile(r"\w+|[@*#?$!-]")
 _OPERATOR = re.compile(r":?[-=+?]|##?|%%?|//?[#%]?|\^\^?|,,?|:|@")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b", "0": "\0"}
-_DECLARES = ("export", "local", "declare", "typeset", "readonly")
+DECLARES = ("export", "local", "declare", "typeset", "readonly")
+"""Commands whose words may be assignments."""
 
 
 def parse(text: str) -> Block:
@@ -547,7 +548,7 @@ class _Parser:
                 continue
             first = words[0].plain if words and isinstance(words[0], Token) else None
             head = self.match(_ASSIGNMENT)
-            if head and (not words or first in _DECLARES):
+            if head and (not words or first in DECLARES):
                 (words if words else assignments).append(self.assignment(head))
             else:
                 words.append(self.token())
