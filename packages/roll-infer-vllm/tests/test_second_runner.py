@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from interpreted_runner import second_runner
@@ -11,6 +12,7 @@ from vllm_live import start
 from roll_core.errors import UnsupportedError
 from roll_testing import InferStrategyConformance
 from roll_testing.errors import raises_error
+from roll_testing.infer import lifecycle
 from roll_testing.infer.routing import MIXTURE
 from roll_testing.models import write_checkpoint
 
@@ -32,8 +34,11 @@ class TestSecondRunner(InferStrategyConformance):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _second_runner(cls, _on_one_thread):
-        """Within `_on_one_thread`, whose end stops the shared engine."""
-        with second_runner():
+        """Within `_on_one_thread`, whose end stops the shared engine.
+
+        Requests that are interrupted have 80 tokens instead of 400: the engine samples tens of tokens per second.
+        """
+        with second_runner(), patch.object(lifecycle, "LONG", 80):
             yield
 
 
