@@ -10,7 +10,7 @@ import pytest
 from shared_tests.simulated import REPOSITORY, npu_host, variables
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("platform", "parts"),
     [
