@@ -51,14 +51,6 @@ def test_a_plain_file_is_read_without_hydra_or_omegaconf(write):
     assert done.stdout.strip() == "[]"
 
 
-def test_later_files_win_and_self_sets_the_file_order(write):
-    first = write(
-        run="defaults: [one, _self_, two]\nseed: 2\nsave_steps: 2\n" + SFT, one="seed: 1\n", two="save_steps: 3\n"
-    )
-    loaded = load(first, [], REGISTRY)
-    assert (loaded.config.seed, loaded.config.save_steps) == (2, 3)
-
-
 def test_the_sources_are_all_files_that_were_read(write):
     file = write(run="defaults: [one, _self_]\n" + SFT, one="defaults: [two]\n", two="seed: 1\n")
     loaded = load(file, [], REGISTRY)

@@ -5,10 +5,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from roll_core.runtime.rollout.queue import RequestQueue
-from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.spec.pipeline import RolloutPlan
-from roll_core.spec.rollout import Prompt
 from roll_core.types import GenerateRequest, SamplingParams
 from shared_tests.simulated_agents import Environments, SimulatedAgents, Trajectory
 from shared_tests.simulation import Speed, VirtualTimeLoop
@@ -121,55 +117,3 @@ def test_environment_advances_while_its_trajectory_is_paused():
 
     # Not before 7 s after the first turn, however soon it is asked again.
     assert run(main) == pytest.approx([0.05 + 10 * ALONE_S + 7 + (5 + 10 + 3) * 0.01 + 20 * ALONE_S])
-
-
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_trajectory_batches_survive_updates_and_an_engine_death(concurrent):
-    rng = np.random.default_rng(0)
-    drawn = [rng.integers(1, 30, size=rng.integers(1, 9)) for _ in range(64)]
-    trajectories = [
-        trajectory(each, rng.integers(0, 9, size=len(each)), rng.exponential(3.0, size=len(each))) for each in drawn
-    ]
-
-    async def main():
-        environments = Environments()
-        engines = [
-            SimulatedAgents(
-                str(i),
-                SPEED,
-                lambda id, index: trajectories[(int(id.rpartition("/")[2]) * 4 + index) % 64],
-                environments,
-                prompt_tokens=5,
-            )
-            for i in range(3)
-        ]
-        queue = RequestQueue(engines, max_running=8, progress_s=1.0)
-        plan = RolloutPlan(
-            counts={"": 6},
-            params=SamplingParams(max_new_tokens=10_000),
-            n=4,
-            prompt=lambda tag, position: Prompt(id=str(position), tokens=np.arange(5), text=""),
-            ahead=1.0,
-            concurrent=concurrent,
-        )
-        scheduler = RolloutScheduler(plan, queue, None, seed=0)
-        found = []
-        for step in range(4):
-            groups, facts = await scheduler.batch(step)
-            found += groups
-            assert max(facts.ages) <= 1
-            await asyncio.sleep(5.0)
-            async with queue.paused(in_flight=step % 2 == 0):
-                if step == 1:
-                    engines[0].kill()
-                await asyncio.sleep(2.0)
-        await scheduler.close()
-        assert queue.num_pending == 0
-        return found
-
-    found = run(main)
-    assert [group.id for group in found] == [str(position) for position in range(24)]
-    for group in found:
-        for index, sample in enumerate(group.samples):
-            length = trajectories[(int(group.id) * 4 + index) % 64].num_tokens
-            assert sample.response_ids.tolist() == list(range(5, 5 + length))

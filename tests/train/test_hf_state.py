@@ -70,6 +70,7 @@ def test_loading_keeps_the_parameters_where_they_are(build, sequences, tmp_path)
 
 def test_a_scoring_role_saves_and_loads_weights_only(build, tmp_path):
     strategy = build(forward_only=True)
+    assert set(strategy.memory()) == {"weights"}
     strategy.save(tmp_path)
     assert not (tmp_path / "optimizer.safetensors").exists()
     other = build(forward_only=True, seed=8)

@@ -1,8 +1,11 @@
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll_core.errors import WeightSyncError
 from roll_core.types import TensorEntry, WeightManifest
-from roll_weight_transports.bucket_plan import plan_buckets
+from roll_testing.errors import raises_error
+from roll_weight_transports.bucket_plan import fill, plan_buckets
 
 
 def offered(*sizes):
@@ -33,3 +36,10 @@ def test_every_tensor_is_in_one_bucket_in_order(sizes, bucket_bytes):
             end = part.offset + part.num_bytes
         assert end == bucket.num_bytes
         assert bucket.num_bytes <= bucket_bytes or len(bucket.slices) == 1
+
+
+def test_an_export_in_another_order_is_refused():
+    (bucket,) = plan_buckets(offered(2, 3), 1 << 20)
+    memory = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+    with raises_error(WeightSyncError, "t1", "t0"):
+        fill(memory, bucket, iter([("t1", torch.zeros(3)), ("t0", torch.zeros(2))]))

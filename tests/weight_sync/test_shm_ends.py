@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from roll_core.spec.transport import Deadline, ReceiverSetup, SenderLostError, SenderSetup
@@ -76,6 +77,13 @@ def test_silent_connection_does_not_block_a_receiver():
     silent.connect(f"\0{sender.address.partition(':')[2]}")
     assert_transfers(sender, make_manifest(1, TENSORS.items()))
     silent.close()
+
+
+def test_receiver_of_a_closed_sender_raises():
+    sender = sender_of(1)
+    sender.close()
+    with pytest.raises(SenderLostError):
+        receiver_of(sender.address, 0, 10)
 
 
 def test_a_sender_that_fills_nothing_is_silent_at_the_deadline():
