@@ -17,6 +17,7 @@ from roll_core.data.rows import messages_of, need_column, read_rows, text_of, to
 from roll_core.data.templates import NAMED
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
+from roll_core.types import IMAGE
 from roll_testing.errors import raises_error
 
 ROWS = [
@@ -519,12 +520,30 @@ def test_tags_and_replies_about_media_are_text(tmp_path):
     assert [messages_of(row, data, found, response=True)[0]["content"] for row in found] == texts
 
 
-@pytest.mark.parametrize(
-    ("part", "fact"), [({"type": "image_url", "image_url": "a"}, "image_url"), ({"type": "text", "text": "a"}, "text")]
-)
-def test_contents_of_parts_are_refused(tmp_path, part, fact):
+@pytest.mark.parametrize("part", [{"type": "audio", "audio": "a"}, {"type": "text", "text": 1}, 3])
+def test_contents_with_parts_that_are_neither_text_nor_image_are_refused(tmp_path, part):
     chat = [{"role": "user", "content": [part]}, CHAT[1]]
     data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": chat}]), messages="chat")
     rows = read_rows(data)
-    with raises_error(DataError, "a.jsonl", "row 1", "message 1", fact):
+    with raises_error(DataError, "a.jsonl", "row 1", "message 1"):
         messages_of(rows[0], data, rows, response=True)
+
+
+@pytest.mark.parametrize(
+    ("texts", "images", "contents", "numbers"),
+    [
+        (["two"], ["a", "b"], [IMAGE * 2 + "two"], [2]),
+        (["<image>one<image>"], ["a", "b"], [f"{IMAGE}one{IMAGE}"], [2]),
+        (["first <image>", "then <image>"], ["a", "b"], [f"first {IMAGE}", f"then {IMAGE}"], [1, 1]),
+        (["none"], [], ["none"], [0]),
+    ],
+)
+def test_images_of_a_column_take_the_places_of_the_text_in_order(tmp_path, texts, images, contents, numbers):
+    chat = [message for text in texts for message in ({"role": "user", "content": text}, CHAT[1])]
+    name = write(tmp_path / "a.jsonl", [{"chat": chat, "pictures": images}])
+    data = DataArguments(file_name=name, messages="chat", images="pictures")
+    rows = read_rows(data)
+    users = messages_of(rows[0], data, rows, response=True)[::2]
+    assert [message["content"] for message in users] == contents
+    assert [len(message.get("media", ())) for message in users] == numbers
+    assert [image for message in users for image in message.get("media", ())] == images

@@ -77,7 +77,9 @@ class Script(RolloutContext):
         self.stop_at = stop_at
         self.stopped = asyncio.Event()
 
-    async def generate(self, prompt_ids: Any, *, n: int = 1, params: Any = None, key: str = "") -> Completion:
+    async def generate(
+        self, prompt_ids: Any, *, n: int = 1, params: Any = None, media: Any = (), key: str = ""
+    ) -> Completion:
         self.calls.append((key, prompt_ids.tolist(), params.max_new_tokens))
         await asyncio.sleep(0)
         if key not in self.sampled:

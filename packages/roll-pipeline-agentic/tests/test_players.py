@@ -138,7 +138,7 @@ class Scripted(Script):
         super().__init__(tokenizer, [], n=len(plans))
         self.scripts = [Script(tokenizer, plan) for plan in plans]
 
-    async def generate(self, prompt_ids: Any, *, n: int = 1, params: Any = None, key: str = "") -> Any:
+    async def generate(self, prompt_ids: Any, *, n: int = 1, params: Any = None, media: Any = (), key: str = "") -> Any:
         return await self.scripts[int(key.split("/")[0])].generate(prompt_ids, n=n, params=params, key=key)
 
 

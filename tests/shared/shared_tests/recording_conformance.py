@@ -32,7 +32,7 @@ from roll_core.data.rollouts import rows, tokens_of
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.rollout import RolloutContext
-from roll_core.types import Completion, CompletionOutput, SamplingParams
+from roll_core.types import Completion, CompletionOutput, Media, SamplingParams
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class ScriptedPolicy(RolloutContext):
         *,
         n: int = 1,
         params: SamplingParams | None = None,
+        media: tuple[Media, ...] = (),
         key: str = "",
         on_progress: Callable[[Sequence[CompletionOutput | None]], None] | None = None,
     ) -> Completion:

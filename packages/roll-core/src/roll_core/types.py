@@ -12,16 +12,22 @@ never padded. Suffixes give shapes:
 
 from __future__ import annotations
 
+import hashlib
+import io
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from roll_core.errors import DataError
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from PIL import Image
 
 TokenIds = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -31,6 +37,60 @@ RoutedExperts = npt.NDArray[np.unsignedinteger[Any]]
 type, uint8 up to 256 experts. The K experts of a token and layer are a set; their order has no meaning."""
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+IMAGE = "\ufffc"
+"""Place of an image in the content of a chat message: Unicode's object replacement character."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Media:
+    """An image that belongs to tokens of a sequence, as the bytes of a file.
+
+    Samples of a group share one object, and what is sent together to another process has one copy of its bytes.
+    """
+
+    digest: str
+    """BLAKE2 of the bytes. Equal digests are equal images: caches are keyed by it."""
+    width: int
+    """Pixels."""
+    height: int
+    path: str = ""
+    """File with the bytes; empty if `data` has them. Another process gets the bytes, not the path."""
+    data: bytes = field(default=b"", repr=False, compare=False)
+
+    def read(self) -> bytes:
+        """The bytes. Raises `DataError` if the file has changed since the run read its rows, or is gone."""
+        if not self.path:
+            return self.data
+        try:
+            data = Path(self.path).read_bytes()
+        except OSError as error:
+            raise DataError(f"image {self.path} cannot be read any more: {error}") from error
+        if media_digest(data) != self.digest:
+            raise DataError(f"image {self.path} has changed since the run read its rows")
+        return data
+
+    def image(self) -> Image.Image:
+        """The image, decoded to RGB. Raises `DataError`."""
+        from PIL import Image
+
+        return Image.open(io.BytesIO(self.read())).convert("RGB")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sent_media, (self.digest, self.width, self.height, self.read())
+
+
+def _sent_media(digest: str, width: int, height: int, data: bytes) -> Media:
+    return Media(digest=digest, width=width, height=height, data=data)
+
+
+def media_digest(data: bytes) -> str:
+    """Digest of an image's bytes (`Media.digest`)."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
@@ -72,6 +132,9 @@ class GenerateRequest:
     id: str
     prompt_ids: TokenIds
     """`[P]`, at least one token."""
+    media: tuple[Media, ...] = ()
+    """Images of the prompt in the order of their tokens, which `prompt_ids` has expanded: as many image tokens as the
+    model has features (capability `images`)."""
     params: SamplingParams
     n: int = 1
     prompt_logprobs: bool = False
@@ -162,6 +225,8 @@ class TurnRecord:
     """Index in the rollout of the earlier turn that this turn continues. None: `context_ids` are the whole prompt."""
     context_ids: TokenIds
     """`[C]`, tokens read since the last token of the parent."""
+    media: tuple[Media, ...] = ()
+    """Images in `context_ids`."""
     sampled_ids: TokenIds
     """`[R]`, as reported by the engine."""
     logprobs: Floats
@@ -208,6 +273,8 @@ class Sample:
     """Id shared by all samples of one prompt, `<row>/<epoch>`."""
     prompt_ids: TokenIds
     response_ids: TokenIds
+    media: tuple[Media, ...] = ()
+    """Images of the prompt, and of the environment's messages in the response, in the order of their tokens."""
     logprobs: Floats
     """`[R]`, behaviour logprobs as reported by the engine; 0 for tokens from an environment."""
     loss_mask: Bools
@@ -276,6 +343,8 @@ class TrainSequence:
     id: str
     tokens: TokenIds
     """`[L]`."""
+    media: tuple[Media, ...] = ()
+    """Images in the order of their tokens. Truncating `tokens` must not cut through them."""
     loss_mask: Bools
     """`[L]`, True where token `t` contributes to the loss. Normally false for the whole prompt; always false for `t =
     0`."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from roll_core.data.end_tokens import reply_ends
+from roll_core.data.media import OversizedImageError, load_image
+from roll_core.data.processor import processor_of
 from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages, text_of, tools_of
 from roll_core.data.templates import JinjaTemplate, Segment, Template, load_template, texts_of, trained_replies
 from roll_core.errors import DataError
@@ -20,13 +22,15 @@ from roll_core.types import TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
+    from roll_core.data.processor import Processor
     from roll_core.data.rows import Message, Row
     from roll_core.spec.config import DataArguments
     from roll_core.spec.rollout import Prompt
-    from roll_core.types import TokenIds
+    from roll_core.types import Media, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +52,37 @@ class Counts:
     """Kept, but truncated to `response_length`: the end token is missing."""
     empty: int = 0
     """Dropped: no token to train on."""
+    broken_images: int = 0
+    """Dropped: an image cannot be read (`broken_images: drop`)."""
+    oversized_images: int = 0
+    """Dropped: an image is larger than `max_pixels`, or the row has more images than `max_images`."""
     without_response: int = 0
     """Dropped: no response, where a response is optional."""
     untrained_replies: int = 0
     """Replies, not rows: read, not trained, because the template removes their reasoning once messages follow."""
 
+    def load_images(
+        self, encoder: Encoder, messages: Sequence[Message], row: Row, data: DataArguments
+    ) -> list[Message] | None:
+        """`Encoder.load_images`; None for a row that is dropped because of its images, and counted."""
+        try:
+            return encoder.load_images(messages, row.where, row.folder)
+        except OversizedImageError:
+            self.oversized_images += 1
+        except DataError:
+            if data.broken_images == "error":
+                raise
+            self.broken_images += 1
+        return None
+
     def __str__(self) -> str:
         named = [f"{getattr(self, field.name)} {field.name.replace('_', ' ')}" for field in fields(self)]
         return ", ".join(text for text in named if not text.startswith("0 "))
+
+
+def media_of(messages: Sequence[Message]) -> tuple[Media, ...]:
+    """Images of messages in the order of their places."""
+    return tuple(media for message in messages for media in message.get("media", ()))
 
 
 @contextmanager
@@ -72,7 +99,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataArguments, *, chats: bool | None = None) -> None:
         """`chats`: True if the rows have roles. Default: as `data` says."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self._data = tokenizer, data
         self.template: Template = load_template(
             data.template, tokenizer, chats=are_chats(data) if chats is None else chats
         )
@@ -93,7 +120,42 @@ class Encoder:
         with _located(where):
             self._check_rendered(messages, tools)
             text = self.template.prompt(messages, tools)
-        return text, self.begun(np.asarray(self.encode(text, where), dtype=np.int64))
+        return text, self.begun(np.asarray(self.encode(self.expand(text, messages, where), where), dtype=np.int64))
+
+    def expand(self, text: str, messages: Sequence[Message], where: str) -> str:
+        """Text of the template with the tokens of the messages' images in place of their placeholders.
+
+        Raises `DataError`.
+        """
+        media = media_of(messages)
+        if self._processor is None:
+            if media:
+                raise DataError(f"{where}: the row has images, but the model has no processor for them: it reads text")
+            return text
+        return self._processor.expand(text, media, where)
+
+    def load_images(self, messages: Sequence[Message], where: str, folder: Path) -> list[Message]:
+        """Messages of a row with their images as `Media`. `folder` is that of the row's file. Raises `DataError`."""
+        if not any(message.get("media") for message in messages):
+            return list(messages)
+        loaded = [
+            {**message, "media": tuple(load_image(image, where, self._data, folder) for image in message["media"])}
+            if message.get("media")
+            else message
+            for message in messages
+        ]
+        if self._data.max_images is not None and len(media_of(loaded)) > self._data.max_images:
+            raise OversizedImageError(f"{where}: the row has more than {self._data.max_images} images")
+        return loaded
+
+    def is_media(self, tokens: TokenIds) -> Any:
+        """bool `[L]`, True for tokens of images."""
+        ids = () if self._processor is None else self._processor.media_token_ids
+        return np.isin(tokens, np.asarray(ids, dtype=np.int64))
+
+    @cached_property
+    def _processor(self) -> Processor | None:
+        return processor_of(self.tokenizer)
 
     def conversation(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = (), *, context: int = 0
@@ -108,6 +170,7 @@ class Encoder:
         self.untrained_replies += len(trained_replies(messages, context)) - sum(segment.written for segment in segments)
         if isinstance(self.template, JinjaTemplate):
             segments = list(self._with_trained_ends(segments))
+        segments = self._with_images(segments, messages, where)
         eos = str(self.tokenizer.eos_token)
         groups = [
             (written, "".join(segment.text + eos * segment.ends for segment in group))
@@ -118,6 +181,18 @@ class Encoder:
         masks = [[written] * len(ids) for (written, _), ids in zip(groups, pieces, strict=True)]
         mask = np.asarray(list(chain(*masks)), dtype=np.bool_)
         return tokens, np.concatenate([np.zeros(len(tokens) - len(mask), dtype=np.bool_), mask])
+
+    def _with_images(self, segments: Sequence[Segment], messages: Sequence[Message], where: str) -> list[Segment]:
+        """The segments with the tokens of images in place of their placeholders, which the model only reads."""
+        read = "".join(segment.text for segment in segments if not segment.written)
+        self.expand(read, messages, where)  # reports missing and surplus placeholders
+        waiting = iter(media_of(messages))
+        if self._processor is None:
+            return list(segments)
+        expand = self._processor.expand_next
+        return [
+            segment if segment.written else replace(segment, text=expand(segment.text, waiting)) for segment in segments
+        ]
 
     def _with_trained_ends(self, segments: Sequence[Segment]) -> Iterator[Segment]:
         """The segments, without training of a token that ends a reply but not generation (gpt-oss: `<|end|>`)."""
@@ -140,7 +215,7 @@ class Encoder:
         with _located(where):
             self._check_rendered(messages, ())
             text = self.template.conversation(messages)
-        return self.begun(np.asarray(self.encode(text, where), dtype=np.int64))
+        return self.begun(np.asarray(self.encode(self.expand(text, messages, where), where), dtype=np.int64))
 
     def _check_rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """Raise `DataError` if the template leaves out a value of a message, or the tools."""
@@ -251,7 +326,9 @@ def encode_prompts(
     counts = Counts()
     prompts: list[Prompt] = []
     for row in rows:
-        messages = messages_of(row, data, rows, response=False)
+        messages = counts.load_images(encoder, messages_of(row, data, rows, response=False), row, data)
+        if messages is None:
+            continue
         text, tokens = encoder.prompt(messages, row.where, tools_of(row, data, rows))
         if len(tokens) == 0:
             raise DataError(f"{row.where}: the prompt has no token")
@@ -260,7 +337,15 @@ def encode_prompts(
             continue
         counts.kept += 1
         prompts.append(
-            Prompt(id=row.id, tokens=tokens, text=text, messages=messages, tag=row.tag, metadata=dict(row.values))
+            Prompt(
+                id=row.id,
+                tokens=tokens,
+                text=text,
+                media=media_of(messages),
+                messages=messages,
+                tag=row.tag,
+                metadata=dict(row.values),
+            )
         )
     report_counts("prompts", rows, counts)
     return prompts, counts
@@ -319,7 +404,9 @@ def encode_sft(
         if not require_response and not has_response(row, data, rows):
             counts.without_response += 1
             continue
-        messages = messages_of(row, data, rows, response=True)
+        messages = counts.load_images(encoder, messages_of(row, data, rows, response=True), row, data)
+        if messages is None:
+            continue
         tokens, mask = encoder.conversation(messages, row.where, tools_of(row, data, rows))
         if not mask.any():
             counts.empty += 1
@@ -329,7 +416,8 @@ def encode_sft(
             counts.overlong_prompts += 1
             continue
         if len(tokens) - num_prompt > response_length:
-            if overlong == "drop":
+            # A truncated row would lose the tokens of an image, but not its features.
+            if overlong == "drop" or encoder.is_media(tokens[num_prompt + response_length :]).any():
                 counts.overlong_responses += 1
                 continue
             counts.truncated_responses += 1
@@ -342,8 +430,8 @@ def encode_sft(
         if on_prompt:
             if any(message.get("weight") == 0 for message in messages):
                 raise DataError(f"{row.where}: a message has weight 0, but train_on_prompt trains every message")
-            mask[1:] = True
-        sequences.append(TrainSequence(id=row.id, tokens=tokens, loss_mask=mask))
+            mask[1:] = ~encoder.is_media(tokens[1:])
+        sequences.append(TrainSequence(id=row.id, tokens=tokens, media=media_of(messages), loss_mask=mask))
     counts.untrained_replies = encoder.untrained_replies
     report_counts("rows", rows, counts)
     return sequences, counts

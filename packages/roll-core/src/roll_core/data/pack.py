@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.train import MicroBatch
-    from roll_core.types import CompletionOutput, Floats, TokenIds
+    from roll_core.types import CompletionOutput, Floats, Media, TokenIds
 
 FLOATS = ("old_logprobs", "behaviour_logprobs", "ref_logprobs", "advantages", "returns", "values")
 """Per-token fields that a microbatch has as float32 tensors `<name>_T`, if all its sequences have them."""
@@ -39,6 +39,7 @@ def sample_of(
     id: str,
     group_id: str,
     prompt_ids: TokenIds,
+    media: tuple[Media, ...] = (),
     tag: str = "",
     metadata: Mapping[str, Any] | None = None,
 ) -> Sample:
@@ -47,6 +48,7 @@ def sample_of(
         id=id,
         group_id=group_id,
         prompt_ids=prompt_ids,
+        media=media,
         response_ids=output.token_ids,
         logprobs=output.logprobs,
         loss_mask=np.ones(len(output.token_ids), dtype=np.bool_),
@@ -75,6 +77,7 @@ def sequence_of(sample: Sample, *, group: int) -> TrainSequence:
     return TrainSequence(
         id=sample.id,
         tokens=np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64, copy=False),
+        media=sample.media,
         loss_mask=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), sample.loss_mask]),
         sampled_mask=np.concatenate([np.zeros(num_prompt, dtype=np.bool_), sampled_mask]) if partial else None,
         behaviour_logprobs=np.concatenate([np.zeros(num_prompt, dtype=np.float32), sample.logprobs.astype(np.float32)]),
@@ -321,6 +324,7 @@ def _flatten(batch: Sequence[TrainSequence], totals: Totals) -> MicroBatch:
         units_S=torch.tensor(_keys([sequence.unit for sequence in batch]), dtype=torch.int64),
         streams={name: torch.from_numpy(_stream(batch, name)) for name in totals.streams},
         totals=totals,
+        media_S=tuple(sequence.media for sequence in batch) if any(sequence.media for sequence in batch) else (),
         **optional,
     )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from roll_core.types import Bools, FinishReason, Floats, Reward, RoutedExperts, TokenIds
+    from roll_core.types import Bools, FinishReason, Floats, Media, Reward, RoutedExperts, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class RolloutRow:
     """`[L]`, True for the text of messages after the first turn's; in one row each."""
     turns: npt.NDArray[np.int64]
     """`[L]`, index of the turn that read or sampled the token."""
+    media: tuple[Media, ...]
+    """Images of its turns, in the order of their tokens."""
     routed_experts: RoutedExperts | None
     """`[L - 1, M, K]` or fewer rows."""
 
@@ -117,6 +119,7 @@ def _row(rollout: Rollout, path: list[int], assigned: set[int]) -> RolloutRow:
         complete &= turn.routed_experts is not None and len(turn.routed_experts) >= num_processed
     return RolloutRow(
         **{name: np.concatenate(arrays) for name, arrays in pieces.items()},
+        media=tuple(media for index in path for media in rollout.turns[index].media),
         routed_experts=np.concatenate(experts) if experts else None,
     )
 
@@ -145,6 +148,7 @@ def sample_of_rollout(
         id=id,
         group_id=group_id,
         prompt_ids=rollout.turns[0].context_ids if rollout.turns else none,
+        media=tuple(media for turn in rollout.turns for media in turn.media),
         response_ids=np.concatenate([none, *(ids for read, turn in pairs for ids in (read, turn.sampled_ids))]),
         logprobs=joined("logprobs", 0.0, np.float32),
         loss_mask=joined("loss_mask", False, np.bool_),
@@ -167,6 +171,7 @@ def sequences_of(sample: Sample, *, group: int, rollout: int) -> list[TrainSeque
         TrainSequence(
             id=sample.id if len(training_rows) == 1 else f"{sample.id}#{index}",
             tokens=row.tokens,
+            media=row.media,
             loss_mask=row.loss_mask,
             sampled_mask=None if np.array_equal(row.loss_mask, row.sampled_mask) else row.sampled_mask,
             behaviour_logprobs=row.logprobs,

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from roll_core.errors import DataError, closest
 from roll_core.spec.rollout import Columns
+from roll_core.types import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +54,9 @@ _DECODER = json.JSONDecoder(strict=False)
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of images, video and audio in data of vision-language models."""
+IMAGE_PARTS = {"image": ("image", "url", "path", "base64"), "image_url": ("image_url",), "input_image": ("image_url",)}
+"""Types of parts of a message's content that are images, and the keys that may have the image."""
+_IMAGE_PLACE = re.compile(r"<image>(?!.*</image>)", re.DOTALL)
 _MEDIA = re.compile(
     r"<(image|video|audio)>(?!.*</\1>)"
     r"|<\|(?:image|video|audio|image_pad|video_pad|audio_pad|vision_start|image_\d+|audio_\d+)\|>"
@@ -79,6 +83,8 @@ class Row:
     """Location such as `data/train.jsonl row 12`, counted from 1, with the path as in `file_name`."""
     values: Mapping[str, Any]
     """`Columns`: a dotted name finds a value in a column with a mapping."""
+    folder: Path = Path()
+    """Directory of the row's file, where relative paths of images begin."""
 
 
 class Rows(list[Row]):
@@ -96,7 +102,7 @@ class Rows(list[Row]):
                 id, tag = values.get(data.id), values.get(data.tag)
                 id = (f"row {len(self)}" if numbered else str(len(self))) if id is None else str(id)
                 tag = "" if tag is None else str(tag)
-                self.append(Row(id=id, tag=tag, where=f"{name} row {number}", values=values))
+                self.append(Row(id=id, tag=tag, where=f"{name} row {number}", folder=Path(name).parent, values=values))
         names = {key: name for key, name in vars(data).items() if key != "file_name"}
         named = [name for name in names.values() if isinstance(name, str) and "." in name]
         self.columns = (*columns, *(name for name in named if any(name in row.values for row in self)))
@@ -170,7 +176,7 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
         messages = [{"role": "user", "content": _prompt_text(row, data, rows)}]
         if response:
             messages.append({"role": "assistant", "content": text_of(row, data.response, rows)})
-        return _text_alone(_with_system(messages, row, data, rows), row)
+        return _with_images(_with_system(messages, row, data, rows), row, data)
     messages = stored_messages(row, data, rows)
     if response and messages[-1]["role"] != "assistant":
         raise DataError(f"{row.where}: column {data.messages!r} must end with a message of the assistant")
@@ -228,20 +234,60 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
         _message(message, f"{row.where}: message {number} of column {column!r}")
         for number, message in enumerate(value, 1)
     ]
-    return _text_alone(_with_system(messages, row, data, rows), row)
+    return _with_images(_with_system(messages, row, data, rows), row, data)
 
 
-def _text_alone(messages: list[Message], row: Row) -> list[Message]:
-    """The messages of a row. Raises `DataError` if it has images, video or audio, which no model would see."""
-    hint = "models read text alone (docs/data.md): remove the rows with images, video or audio"
+def _with_images(messages: list[Message], row: Row, data: DataArguments) -> list[Message]:
+    """The messages of a row with its images: `media` has a message's images as the data has them, in the order of their
+    places `IMAGE` in its content.
+
+    Raises `DataError` for images without a place or places without an image, and for media that no model would see.
+    """
+    hint = "models read text and images alone, and no column of images is named: set data_args.images, or remove it"
     for column in MEDIA_COLUMNS:
-        if row.values.get(column):
+        if row.values.get(column) and column != data.images:
             raise DataError(f"{row.where}: column {column!r} has {_short(row.values[column])}, but {hint}")
+    values = row.values.get(data.images) if data.images else None
+    images = [] if values is None else list(values) if isinstance(values, list) else [values]
+    if data.images:
+        _place_images(messages, images, row, data.images)
     for number, message in enumerate(messages, 1):
+        if message["content"].count(IMAGE) != len(message.get("media", ())):
+            raise DataError(
+                f"{row.where}: message {number} ({message['role']}) has {message['content'].count(IMAGE)} places for"
+                f" images (U+FFFC), but {len(message.get('media', ()))} images"
+            )
+        if message.get("media") and message["role"] == "assistant":
+            raise DataError(f"{row.where}: message {number} is of the assistant, which writes text, but has an image")
         media = None if message["role"] == "assistant" else _MEDIA.search(message["content"])
         if media is not None:
             raise DataError(f"{row.where}: message {number} ({message['role']}) has {media[0]!r}, but {hint}")
     return messages
+
+
+def _place_images(messages: list[Message], images: list[Any], row: Row, column: str) -> None:
+    """Put the images of a column at their places: content parts without an image, `<image>` in the text, or else the
+    beginning of the first message of the user."""
+    waiting = iter(images)
+    num_places = 0
+    for message in messages:
+        if message["role"] == "assistant":
+            continue
+        content = _IMAGE_PLACE.sub(IMAGE, message["content"])
+        media = list(message.get("media", ()))
+        media += [None] * (content.count(IMAGE) - len(media))
+        if media:
+            num_places += media.count(None)
+            message["content"] = content
+            message["media"] = tuple(next(waiting, None) if image is None else image for image in media)
+    users = [message for message in messages if message["role"] == "user"]
+    if images and not num_places and users:
+        users[0]["content"] = IMAGE * len(images) + users[0]["content"]
+        users[0]["media"] = (*images, *users[0].get("media", ()))
+    elif num_places != len(images):
+        raise DataError(
+            f"{row.where}: column {column!r} has {len(images)} images, but the text has {num_places} places for them"
+        )
 
 
 def tools_of(row: Row, data: DataArguments, rows: Rows) -> list[dict[str, Any]]:
@@ -272,12 +318,12 @@ def _message(value: object, where: str) -> Message:
             hint = "write it as tool_calls" if key == "function_call" else "remove it, or write it into the content"
             raise DataError(f"{where} has the key {key!r} with {_short(unread)}, which nothing reads: {hint}")
     calls = raw.get("tool_calls") or []
-    content = raw.get("content")
+    content, media = _joined_parts(raw.get("content"), where)
     if not isinstance(raw.get("role"), str) or not (isinstance(content, str) or (calls and content is None)):
-        raise DataError(
-            f"{where} must have a role and a content, both text, but is {_short(value)}{_parts_hint(content)}"
-        )
+        raise DataError(f"{where} must have a role and a content, both text, but is {_short(value)}")
     message: Message = {"role": raw["role"], "content": content or ""}
+    if media:
+        message["media"] = media
     if calls:
         message["tool_calls"] = [_tool_call(call, where) for call in calls] if isinstance(calls, list) else None
         if raw["role"] != "assistant" or message["tool_calls"] is None:
@@ -299,14 +345,29 @@ def _message(value: object, where: str) -> Message:
     return message
 
 
-def _parts_hint(content: object) -> str:
-    """What to do about a content that is a list of parts."""
+def _joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
+    """The text of a content that is a list of parts, with `IMAGE` for each image, and the images.
+
+    An image is None if a column has it. Any other content is returned as it is. Raises `DataError`.
+    """
     if not isinstance(content, list):
-        return ""
-    kinds = {str(part.get("type")) for part in content if isinstance(part, dict)} - {"text"}
-    if kinds:
-        return f": models read text alone (docs/data.md), but it has parts of type {', '.join(sorted(kinds))}"
-    return ": write the text of its parts as one text"
+        return content, ()
+    texts: list[str] = []
+    media: list[Any] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str) or kind in ("text", "input_text"):
+            text = part if isinstance(part, str) else part.get("text")
+            if not isinstance(text, str):
+                raise DataError(f"{where}: a part of type {kind} has no text, but {_short(part)}")
+            texts.append(text)
+        elif kind in IMAGE_PARTS:
+            image = next((part[key] for key in IMAGE_PARTS[kind] if part.get(key) is not None), None)
+            media.append(image.get("url") if isinstance(image, dict) and "url" in image else image)
+            texts.append(IMAGE)
+        else:
+            raise DataError(f"{where}: models read parts of type text and image (docs/data.md), not {_short(part)}")
+    return "".join(texts), tuple(media)
 
 
 def _tool_call(value: object, where: str) -> dict[str, Any]:

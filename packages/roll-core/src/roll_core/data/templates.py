@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from roll_core.data.reasoning import MARKS
 from roll_core.errors import DataError
+from roll_core.types import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,6 +130,11 @@ class Turns:
     ) -> list[Segment]:
         """Segments of the conversation in order. The model only reads the first `context` messages."""
         _refuse_tools(messages, tools)
+        if any(message.get("media") for message in messages):
+            raise DataError(
+                "a named chat template has no placeholder for images: set data_args.template to native, with a model"
+                " whose own chat template renders images"
+            )
         written = trained_replies(messages, context)
         turns = list(enumerate(messages))
         if self.system and messages[0]["role"] != "system":
@@ -423,13 +429,14 @@ class JinjaTemplate:
             **self._dated(tools),
         )
         has_calls = any(message.get("tool_calls") for message in messages)
+        has_images = any(message.get("media") for message in messages)
         try:
             try:
-                return str(render([_given(message, parsed=True) for message in messages]))
+                return str(render([_given(message, parsed=True, parts=has_images) for message in messages]))
             except (TemplateError, ValueError, TypeError):
                 if not has_calls:
                     raise
-                return str(render([_given(message, parsed=False) for message in messages]))
+                return str(render([_given(message, parsed=False, parts=has_images) for message in messages]))
         except (TemplateError, ValueError, TypeError) as error:
             raise DataError(f"the tokenizer's chat template cannot render the messages: {error}") from error
 
@@ -561,8 +568,12 @@ class _Marked:
         return value if value is None else self.mark(index, "tool_calls", str(value))
 
     def by_value(self) -> None:
-        """Look for the values themselves, without white space, instead of the marks."""
-        self._places = [("".join(value.split()), value, index, key) for _, value, index, key in self._places]
+        """Look for the values themselves, without white space and images, instead of the marks."""
+        self._places = [
+            ("".join(text.split()), value, index, key)
+            for _, value, index, key in self._places
+            for text in value.split(IMAGE)
+        ]
 
     def missing(self, text: str) -> list[tuple[int | None, str]]:
         """Index and key of each value that the rendering lacks."""
@@ -587,10 +598,12 @@ def _said(message: Mapping[str, Any], text: str) -> int:
     return position + len(content) if content and position >= 0 else 0
 
 
-def _given(message: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:
+def _given(message: Mapping[str, Any], *, parsed: bool, parts: bool) -> dict[str, Any]:
     """A message for a chat template: most expect the arguments of tool calls as objects (`parsed`), a few as text, and
-    reasoning under one of two keys."""
-    copied = {**message, "content": message.get("content") or ""}
+    reasoning under one of two keys. In a conversation with images, contents are lists of `parts`."""
+    content = message.get("content") or ""
+    copied: dict[str, Any] = {**message, "content": _parts(content) if parts else content}
+    copied.pop("media", None)
     if "reasoning_content" in copied:
         copied["thinking"] = copied["reasoning_content"]
     if calls := copied.get("tool_calls"):
@@ -599,6 +612,13 @@ def _given(message: Mapping[str, Any], *, parsed: bool) -> dict[str, Any]:
             for call in calls
         ]
     return copied
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """A content as parts: its texts, and a part of type image at each `IMAGE`."""
+    texts = [{"type": "text", "text": text} for text in content.split(IMAGE)]
+    parts = [part for text in texts for part in (text, {"type": "image"})][:-1]
+    return [part for part in parts if part.get("text", " ")]
 
 
 def _arguments(function: Mapping[str, Any], *, parsed: bool) -> Any:

@@ -283,6 +283,9 @@ class ModelArguments(Config):
     """Keep all activations: faster, but uses more memory."""
     trust_remote_code: bool = False
     """Run Python code that is stored with the model."""
+    freeze: list[Literal["vision", "projector"]] = ["vision", "projector"]
+    """Parts of a model with images that are not trained: the encoder of images, and the layers between it and the
+    language model."""
     lora_target: str | list[str] | None = None
     """Train low-rank adapters (LoRA) on these linear layers and embeddings instead of the model's own weights. Names,
     `all-linear`, or a regular expression that matches whole paths."""
@@ -436,6 +439,9 @@ class TrainingArguments(Config):
     and refuse it: their `max_steps` counts batches."""
 
 
+OF_IMAGES = Needs("reads_images", remedy="set images, the column with the images")
+
+
 class DataArguments(Config):
     """`data_args`: data files, and the meaning of their columns."""
 
@@ -461,6 +467,20 @@ class DataArguments(Config):
     """Column with a list of chat messages, or its JSON. Replaces prompt and response."""
     system: str | None = None
     """Column with a system message."""
+    images: str | None = None
+    """Column with the images of a row: one or a list, in the order of their places (`<image>`) in the text. Without
+    places they come before the first message's text. Images may also be content parts of `messages`."""
+    image_roots: Annotated[list[str], OF_IMAGES] = []
+    """Directories from which images are read. Default: the directory of the data file. Relative paths begin there."""
+    max_pixels: Annotated[PositiveInt | None, OF_IMAGES] = None
+    """Larger images are reduced to this number of pixels, or dropped (`oversized_images`). Default: only the model's
+    processor reduces images."""
+    max_images: Annotated[PositiveInt | None, OF_IMAGES] = None
+    """Rows with more images are dropped. Default: no maximum."""
+    oversized_images: Annotated[Literal["resize", "drop"], Needs("max_pixels")] = "resize"
+    """Images with more than `max_pixels`: `resize` reduces them, `drop` drops the row."""
+    broken_images: Annotated[Literal["error", "drop"], OF_IMAGES] = "error"
+    """Images that cannot be read: `error` ends the run, `drop` drops the row. Dropped rows are counted."""
     tools: str | None = None
     """Column with the schemas of tools that the chat template describes to the model: a list, or its JSON, in the
     format of OpenAI's API."""
@@ -476,6 +496,11 @@ class DataArguments(Config):
     fractions in the data. Remainders carry over: a domain with half a prompt per batch is in every second batch."""
     max_samples: PositiveInt | None = None
     """Use only the first `max_samples` rows."""
+
+    @property
+    def reads_images(self) -> bool:
+        """True if rows may have images: in a column, or in the content of messages."""
+        return self.images is not None or self.messages is not None
 
     @model_validator(mode="after")
     def _check_query(self) -> Self:

@@ -105,6 +105,9 @@ class ModelSpec:
     """Directory that `transformers.AutoTokenizer` loads. The model's embedding has at least as many rows as its
     vocabulary."""
     trust_remote_code: bool = False
+    freeze: tuple[str, ...] = ("vision", "projector")
+    """Parts of a model with images that are neither trained nor published: the encoder of images, and the layers
+    between it and the language model."""
     lora: LoraSpec | None = None
     """Train adapters instead of the weights, or serve the adapters that another role trains. Set only for strategies
     with `capabilities.lora`."""
@@ -272,6 +275,7 @@ class ModelSize:
 def saved_model(fields: Mapping[str, Any]) -> ModelSpec:
     """Restore a `ModelSpec` from its `asdict` mapping, as read from JSON. Raises `KeyError`, `TypeError`."""
     lora: dict[str, Any] | None = fields["lora"]
+    fields = {**fields, "freeze": tuple(fields["freeze"])}
     if lora is None:
         return ModelSpec(**fields)
     lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in lora.items()}

@@ -61,6 +61,8 @@ class TrainCapabilities:
     portable_state: bool = False
     """Exports its training state for other strategies, and continues from theirs: `TrainStrategy.export_state`,
     `import_state`, `save_portable` and `load_portable`."""
+    images: bool = False
+    """Trains on sequences with images: honours `MicroBatch.media_S` and `ModelSpec.freeze`."""
     router_replay: bool = False
     """Routes tokens to given experts: honours `ModelSpec.router_replay` and `MicroBatch.routed_experts_TMK`."""
     optimizers: Literal["adamw", "elementwise", "any"] = "adamw"
@@ -85,6 +87,8 @@ class InferCapabilities:
     prompt_logprobs: bool = False
     prompt_topk: bool = False
     """Returns the most likely tokens of a prompt: honours `GenerateRequest.prompt_topk`."""
+    images: bool = False
+    """Reads images of prompts: honours `GenerateRequest.media`."""
     routed_experts: bool = False
     """Returns the experts chosen in a mixture-of-experts model: honours `ModelSpec.router_replay` and
     `GenerateRequest.routed_experts`."""

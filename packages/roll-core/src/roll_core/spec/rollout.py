@@ -20,6 +20,8 @@ from roll_core.field_docs import document_fields
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from PIL import Image
+
     from roll_core.spec.config import EngineRewardConfig, RewardConfig
     from roll_core.types import (
         Completion,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         FinishReason,
         Floats,
         Group,
+        Media,
         Reward,
         Sample,
         SamplingParams,
@@ -44,8 +47,11 @@ class Prompt:
     """Id of the row, the same in every pass; empty if equal to `id`."""
     tokens: TokenIds
     text: str
-    messages: Sequence[Mapping[str, str]] = ()
-    """The chat messages of which the template made `text`, with the keys `role` and `content`."""
+    media: tuple[Media, ...] = ()
+    """Images of `tokens`, in their order."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The chat messages of which the template made `text`, with the keys `role` and `content`. A message with images
+    also has `media`, a tuple of them, and `roll_core.types.IMAGE` at their places in the content."""
     tag: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row."""
@@ -66,10 +72,11 @@ class RolloutContext(ABC):
         *,
         n: int = 1,
         params: SamplingParams | None = None,
+        media: tuple[Media, ...] = (),
         key: str = "",
         on_progress: Callable[[Sequence[CompletionOutput | None]], None] | None = None,
     ) -> Completion:
-        """Sample `n` responses to a prompt, by default with the plan's `params`.
+        """Sample `n` responses to a prompt with these images, by default with the plan's `params`.
 
         `key` identifies the call within its group, for example `<trajectory>/<turn>`. Seeds derive from it. If a
         restored program repeats a call with the same key, it gets the tokens that were already sampled for it.
@@ -138,8 +145,8 @@ class RewardRequest:
     prompt: str
     response: str
     """Without special tokens, except marks of reasoning. `roll_core.data.reasoning.answer_of` removes the reasoning."""
-    messages: Sequence[Mapping[str, str]] = ()
-    """Chat messages of the prompt."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Chat messages of the prompt; see `Prompt.messages`."""
     values: Floats | None = None
     """`[L]`, output of the reward's own model at each token of its input. Only if the reward's schema has `kind`
     `score`."""
@@ -152,6 +159,11 @@ class RewardRequest:
     def metadata(self) -> Mapping[str, Any]:
         """Other columns of the row. A dotted name finds a value in a column with a mapping."""
         return Columns(self.sample.metadata)
+
+    @property
+    def images(self) -> list[Image.Image]:
+        """Images of the sample, decoded to RGB at each call."""
+        return [media.image() for media in self.sample.media]
 
 
 class RewardFunction(ABC):

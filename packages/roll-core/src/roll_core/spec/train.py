@@ -22,7 +22,7 @@ from roll_core.field_docs import document_fields
 from roll_core.spec.config import TrainingArguments
 from roll_core.spec.module_program import LossOutput as LossOutput  # for importers of this module
 from roll_core.spec.module_program import move_tensors
-from roll_core.types import DataRank, Totals
+from roll_core.types import DataRank, Media, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,6 +71,8 @@ class MicroBatch:
     """int64, unit of each sequence; distinct negative numbers for sequences that are units of their own."""
     totals: Totals
     """Denominators over the whole optimizer step."""
+    media_S: tuple[tuple[Media, ...], ...] = ()
+    """Images of each sequence, in the order of their tokens; empty if no sequence has any (capability `images`)."""
     streams: Mapping[str, Tensor] = field(default_factory=dict)
     """float32 `[T]`, weights of each stream of `totals.streams`: of a further loss term, by name."""
     old_logprobs_T: Tensor | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.queue import RequestQueue
     from roll_core.runtime.rollout.requests import Outputs, PendingRequest
     from roll_core.spec.rollout import Prompt
-    from roll_core.types import Completion, SamplingParams, TokenIds
+    from roll_core.types import Completion, Media, SamplingParams, TokenIds
 
     Scorer: TypeAlias = Callable[[Prompt, Group], Awaitable[Group]]
     """Scores a group of a prompt and returns it with rewards."""
@@ -83,6 +83,7 @@ class GroupContext(RolloutContext):
         *,
         n: int = 1,
         params: SamplingParams | None = None,
+        media: tuple[Media, ...] = (),
         key: str = "",
         on_progress: Callable[[Outputs], None] | None = None,
     ) -> Completion:
@@ -95,6 +96,7 @@ class GroupContext(RolloutContext):
         request = GenerateRequest(
             id=f"{terms.id_prefix}{prompt.id}{f':{key}' if key else ''}",
             prompt_ids=prompt_ids,
+            media=media,
             # Prompts never share a seed: the same random numbers in every response would make averages far too noisy.
             params=replace(
                 params, seed=None if parts is None else stable_seed(*parts, prompt.id, *([key] if key else []))
@@ -182,7 +184,7 @@ class SingleTurn(RolloutProgram):
 
     @override
     async def run(self, context: RolloutContext, prompt: Prompt) -> Group:
-        completion = await context.generate(prompt.tokens, n=context.n)
+        completion = await context.generate(prompt.tokens, n=context.n, media=prompt.media)
         return await context.score(group_of(prompt, completion))
 
     @override
@@ -198,8 +200,8 @@ class GreedyBaseline(SingleTurn):
         most_likely = replace(context.params, temperature=0.0)
         sampled, greedy = await gather(
             [
-                context.generate(prompt.tokens, n=context.n),
-                context.generate(prompt.tokens, params=most_likely, key="greedy"),
+                context.generate(prompt.tokens, n=context.n, media=prompt.media),
+                context.generate(prompt.tokens, params=most_likely, media=prompt.media, key="greedy"),
             ]
         )
         baseline = replace(group_of(prompt, greedy).samples[0], id=f"{prompt.id}/greedy")
@@ -232,6 +234,7 @@ def group_of(prompt: Prompt, completion: Completion) -> Group:
             id=f"{prompt.id}/{index}",
             group_id=prompt.id,
             prompt_ids=prompt.tokens,
+            media=prompt.media,
             tag=prompt.tag,
             metadata=prompt.metadata,
         )

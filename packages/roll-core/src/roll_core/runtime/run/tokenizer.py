@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_core.data.encode import tokenizer_texts
+from roll_core.data.processor import save_processor
 from roll_core.data.rows import are_chats
 from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import has_tokenizer, make_tokenizer
@@ -56,6 +57,8 @@ def prepare_tokenizer(config: RunConfig, data: DatasetCache, directory: Path) ->
             log.info("data_args.template %s replaces the chat template of the model's tokenizer", trained.template)
         tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
+    if config.tokenizer is None:
+        save_processor(path, directory)
     return tokenizer
 
 

@@ -86,6 +86,7 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         new_head=role.kind == "train",
         tokenizer="" if own_tokenizer or role.library else str(tokenizer),
         trust_remote_code=model_args.trust_remote_code,
+        freeze=tuple(model_args.freeze),
         lora=lora_spec(model_args),
         router_replay=config.replays_experts and (generates_policy or role.name == config.policy_role),
     )

@@ -1,0 +1,150 @@
+"""Images of rows: from a path, bytes, base64 or a record of the library datasets to `Media`, checked once, when read.
+
+Engine and trainer decode the same bytes. An image that is not plain RGB, is rotated by its metadata or is too large is
+converted here and stored as PNG; any other keeps its bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.errors import DataError, MissingRequirementError
+from roll_core.types import Media, media_digest
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from roll_core.spec.config import DataArguments
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+MAX_DECODED_PIXELS = 89_478_485
+"""Larger images are refused before they are decoded: Pillow's own limit against decompression bombs."""
+ORIENTATION = 0x0112
+"""EXIF's tag of an image's rotation."""
+
+
+class OversizedImageError(DataError):
+    """An image has more than `max_pixels` pixels, and `oversized_images` is `drop`."""
+
+
+def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Media:
+    """The image that a row has as `value`: a path, bytes, base64, a data URL, or a mapping with `bytes` or `path`.
+
+    `folder` is that of the row's file. Raises `DataError` for an image that is missing, corrupt, animated or outside of
+    `data.image_roots`, and `OversizedImageError`.
+    """
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    path = ""
+    if isinstance(value, (bytes, bytearray)):
+        raw = bytes(value)
+    elif isinstance(value, str) and (text := _base64_of(value)) is not None:
+        try:
+            raw = base64.b64decode(text, validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise DataError(f"{where}: an image is no valid base64: {error}") from error
+    elif isinstance(value, str) and value:
+        path = str(_allowed(value, where, data, folder))
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise DataError(f"{where}: image {value!r} cannot be read: {error.strerror or error}") from error
+    else:
+        raise DataError(f"{where}: an image is {value!r}, expected a path, bytes or base64")
+    image, stored = _checked(raw, where, data.max_pixels, data.oversized_images == "drop")
+    if stored is not raw:
+        path, raw = "", stored
+    width, height = image.size
+    return Media(digest=media_digest(raw), width=width, height=height, path=path, data=b"" if path else raw)
+
+
+def image_media(image: Image.Image) -> Media:
+    """An image in memory, such as an environment's rendering, as RGB."""
+    raw = _png(image.convert("RGB"))
+    return Media(digest=media_digest(raw), width=image.width, height=image.height, data=raw)
+
+
+def _base64_of(text: str) -> str | None:
+    """The base64 of a data URL or of a text that is too long for a path; None for a path."""
+    if text.startswith("data:"):
+        return text.partition(",")[2]
+    return text if len(text) > 1024 else None
+
+
+def _allowed(value: str, where: str, data: DataArguments, folder: Path) -> Path:
+    """The path of an image. Raises `DataError` for a URL, and for a path outside of the allowed directories."""
+    scheme, _, rest = value.partition("://")
+    if rest and scheme != "file":
+        raise DataError(f"{where}: image {value!r} is a URL, which runs do not fetch: download it, and name the file")
+    value = rest if rest else value
+    roots = [Path(root).resolve() for root in data.image_roots] or [folder.resolve()]
+    candidates = [(root / value).resolve() for root in roots]
+    inside = [path for path in candidates if any(path.is_relative_to(root) for root in roots)]
+    if not inside:
+        raise DataError(
+            f"{where}: image {value!r} is outside of {', '.join(map(str, roots))}: name its directory in"
+            " data_args.image_roots"
+        )
+    return next((path for path in inside if path.is_file()), inside[0])
+
+
+def _checked(raw: bytes, where: str, max_pixels: int | None, drop: bool) -> tuple[Image.Image, bytes]:
+    """The decoded image and the bytes to store: `raw` itself if they decode to the same pixels without a conversion."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise MissingRequirementError("images need the package pillow: pip install 'roll-core[images]'") from error
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(raw), formats=FORMATS)
+            if getattr(image, "n_frames", 1) > 1:
+                raise DataError(f"{where}: an image is animated ({image.n_frames} frames): store its frames as images")
+            if image.width * image.height > MAX_DECODED_PIXELS:
+                raise DataError(f"{where}: an image has {image.width} x {image.height} pixels, which is too large")
+            image.load()
+            rotated = image.getexif().get(ORIENTATION, 1) != 1
+            upright = ImageOps.exif_transpose(image) if rotated else image
+            rgb = _rgb(upright)
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise all kinds of errors for corrupt bytes
+        raise DataError(f"{where}: an image of {len(raw)} bytes cannot be decoded: {error}") from error
+    shrunk = rgb
+    if max_pixels is not None and rgb.width * rgb.height > max_pixels:
+        if drop:
+            raise OversizedImageError(f"{where}: an image has {rgb.width} x {rgb.height} pixels, more than max_pixels")
+        scale = math.sqrt(max_pixels / (rgb.width * rgb.height))
+        size = max(1, math.floor(rgb.width * scale)), max(1, math.floor(rgb.height * scale))
+        shrunk = rgb.resize(size, Image.Resampling.BICUBIC)
+    same = not rotated and shrunk is rgb and image.mode in ("RGB", "L")
+    return shrunk, raw if same else _png(shrunk)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB: transparent pixels on white, 16 bits scaled to 8."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        values = np.asarray(image, dtype=np.float64) / 65535.0 * 255.0
+        return Image.fromarray(values.clip(0, 255).round().astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        layered = image.convert("RGBA")
+        white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layered).convert("RGB")
+    return image.convert("RGB")
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG", compress_level=1)
+    return file.getvalue()

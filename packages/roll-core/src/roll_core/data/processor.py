@@ -1,0 +1,217 @@
+"""The processor of a model with images: from images to placeholder text and pixels.
+
+It is transformers' own processor of the model, applied to one image at a time:
+
+    image ──► processor ──┬► text that replaces the image's placeholder: as many image tokens as the model has features
+                          └► arrays for the model: pixel_values, image_grid_thw, …
+
+The text is tokenised with the rest of the prompt, so that prompts with images follow the same rules as those without.
+Trainer, engine and driver load it from the run's tokenizer directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll_core.errors import DataError, ModelError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from roll_core.types import Media
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of a processor beside those of its tokenizer."""
+TEXT_OUTPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
+CACHE_BYTES = 256 << 20
+"""Size of the arrays of images that a process keeps for the next pass over the same images."""
+
+
+class Processor:
+    """Expands placeholders of images, and makes the arrays that the model reads."""
+
+    def __init__(self, processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase) -> None:
+        """`processor` is the model's own. Raises `ModelError` if it has no placeholder for images."""
+        self._processor = processor
+        placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+        if not isinstance(placeholder, str):
+            raise ModelError(f"{type(processor).__name__} has no placeholder for images, so images are not supported")
+        self.placeholder = placeholder
+        """Text that the chat template writes for an image."""
+        token = getattr(processor, "image_token", placeholder)
+        self.image_token_id: int = tokenizer.convert_tokens_to_ids(token)
+        """Id of the tokens whose embeddings the features of images replace."""
+        special = {*getattr(processor, "image_token_ids", ()), tokenizer.convert_tokens_to_ids(placeholder)}
+        video = getattr(processor, "video_token", None)
+        if isinstance(video, str):
+            special.add(tokenizer.convert_tokens_to_ids(video))
+        self.media_token_ids: tuple[int, ...] = tuple(sorted(id for id in special if isinstance(id, int)))
+        """Ids that belong to images and video alone. A model must not generate them, and they are never trained."""
+        self._cache: OrderedDict[str, tuple[str, dict[str, npt.NDArray[Any]]]] = OrderedDict()
+        self._cached_bytes = 0
+
+    def expand(self, text: str, media: Sequence[Media], where: str = "") -> str:
+        """Text with each placeholder replaced by the tokens of its image.
+
+        Raises `DataError` if the numbers of placeholders and images differ.
+        """
+        num_places = text.count(self.placeholder)
+        if num_places != len(media):
+            raise DataError(
+                f"{where}: the prompt has {num_places} placeholders {self.placeholder!r} for {len(media)} images: the"
+                " chat template must render one for each image, and no text may contain them"
+            )
+        return self.expand_next(text, iter(media))
+
+    def expand_next(self, text: str, media: Iterator[Media]) -> str:
+        """Text with each placeholder replaced by the tokens of the next image."""
+        first, *rest = text.split(self.placeholder)
+        return first + "".join(self._processed(next(media))[0] + piece for piece in rest)
+
+    def inputs(self, media: Sequence[Media]) -> dict[str, npt.NDArray[Any]]:
+        """Arrays of some images for the model's forward pass, concatenated in order; empty without images.
+
+        Images of different sizes in one array (Pixtral) are padded with zeros, as by the processor.
+        """
+        arrays = [self._processed(image)[1] for image in media]
+        return {name: _joined([array[name] for array in arrays]) for name in (arrays[0] if arrays else ())}
+
+    def _processed(self, media: Media) -> tuple[str, dict[str, npt.NDArray[Any]]]:
+        known = self._cache.get(media.digest)
+        if known is None:
+            known = self._process(media)
+            self._cached_bytes += sum(array.nbytes for array in known[1].values())
+            self._cache[media.digest] = known
+            while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
+                _, (_, dropped) = self._cache.popitem(last=False)
+                self._cached_bytes -= sum(array.nbytes for array in dropped.values())
+        self._cache.move_to_end(media.digest)
+        return known
+
+    def _process(self, media: Media) -> tuple[str, dict[str, npt.NDArray[Any]]]:
+        try:
+            outputs = self._processor(
+                images=[media.image()],
+                text=[self.placeholder],
+                return_text_replacement_offsets=True,
+                add_special_tokens=False,
+            )
+        except DataError:
+            raise
+        except Exception as error:  # processors raise all kinds of errors for images that they do not support
+            size = f"{media.width} x {media.height}"
+            raise DataError(
+                f"{type(self._processor).__name__} cannot process an image of {size} pixels: {one_line(error)}"
+            ) from error
+        ((replacement,),) = outputs["text_replacement_offsets"]
+        arrays = {name: np.asarray(array) for name, array in outputs.items() if name not in TEXT_OUTPUTS}
+        return replacement["replacement"], arrays
+
+
+def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    shapes = {array.shape[1:] for array in arrays}
+    if len(shapes) > 1:
+        largest = tuple(map(max, zip(*shapes, strict=True)))
+        arrays = [
+            np.pad(array, [(0, 0), *((0, most - size) for most, size in zip(largest, array.shape[1:], strict=True))])
+            for array in arrays
+        ]
+    return np.concatenate(arrays)
+
+
+_PROCESSOR = "roll_processor"
+"""Attribute of a tokenizer with its model's processor."""
+
+
+def processor_of(tokenizer: PreTrainedTokenizerBase) -> Processor | None:
+    """Processor beside a tokenizer, loaded once; None if the model reads text alone. Raises `ModelError`."""
+    if not hasattr(tokenizer, _PROCESSOR):
+        setattr(tokenizer, _PROCESSOR, _load_processor(str(tokenizer.name_or_path), tokenizer))
+    processor: Processor | None = getattr(tokenizer, _PROCESSOR)
+    return processor
+
+
+def _load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
+    """Images are processed by Pillow in every process: torchvision's resize gives other pixels, and may be missing."""
+    name = _processor_class(path)
+    if name is None:
+        return None
+    import transformers
+
+    base = getattr(transformers, name, None)
+    if base is None:
+        raise ModelError(f"{path}: its processor is a {name}, which transformers {transformers.__version__} has not")
+    from transformers import AutoImageProcessor
+
+    try:
+        image_processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+        settings = _settings(path)
+        processor = _without_video(base)(image_processor=image_processor, tokenizer=tokenizer, **settings)
+        return Processor(processor, tokenizer)
+    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
+        raise ModelError(f"cannot load the processor {name} of {path}: {one_line(error)}") from error
+
+
+def save_processor(path: str, directory: Path) -> None:
+    """Copy the files of a model's processor, if it has one, beside its tokenizer in `directory`."""
+    for name in FILES:
+        if (file := _file(path, name)) is not None:
+            (directory / name).write_bytes(file.read_bytes())
+
+
+def _processor_class(path: str) -> str | None:
+    """Name of the processor's class; None if the model has no processor of images."""
+    keys = [_json(path, name) for name in (*FILES, "tokenizer_config.json")]
+    if not any("image_processor_type" in entry or "image_processor" in entry for entry in keys):
+        return None
+    for entry in keys:
+        if isinstance(name := entry.get("processor_class"), str):
+            return name
+    raise ModelError(f"{path}: {FILES[0]} names no processor_class, so its images cannot be processed")
+
+
+def _settings(path: str) -> dict[str, Any]:
+    """Arguments of a processor's class beside its parts, such as the number of tokens of an image."""
+    parts = ("processor_class", "auto_map", "image_processor", "video_processor", "tokenizer", "feature_extractor")
+    return {key: value for key, value in _json(path, "processor_config.json").items() if key not in parts}
+
+
+def _without_video(base: type[ProcessorMixin]) -> type[ProcessorMixin]:
+    """A processor that can be built without a processor of video, which needs torchvision."""
+
+    def check(self: ProcessorMixin, name: str, argument: object) -> object:
+        if argument is None:
+            return type(None)
+        return base.check_argument_for_proper_class(self, name, argument)
+
+    return type(base.__name__, (base,), {"check_argument_for_proper_class": check})
+
+
+def _json(path: str, name: str) -> Mapping[str, Any]:
+    file = _file(path, name)
+    try:
+        value = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {name} cannot be read: {one_line(error)}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _file(path: str, name: str) -> Path | None:
+    """A file of a directory or hub id; None if there is none."""
+    if Path(path).is_dir():
+        file = Path(path, name)
+        return file if file.is_file() else None
+    from transformers.utils import cached_file
+
+    cached = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return None if cached is None else Path(cached)
