@@ -521,7 +521,7 @@ def test_tags_and_replies_about_media_are_text(tmp_path):
 
 
 @pytest.mark.parametrize("part", [{"type": "audio", "audio": "a"}, {"type": "text", "text": 1}, 3])
-def test_contents_with_parts_that_are_neither_text_nor_image_are_refused(tmp_path, part):
+def test_parts_that_are_neither_text_nor_image_are_refused(tmp_path, part):
     chat = [{"role": "user", "content": [part]}, CHAT[1]]
     data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"chat": chat}]), messages="chat")
     rows = read_rows(data)

@@ -56,14 +56,14 @@ class Media:
     digest: str
     """BLAKE2 of the bytes. Equal digests are equal images: caches are keyed by it."""
     width: int
-    """Pixels."""
+    """Number of pixels of a row."""
     height: int
     path: str = ""
     """File with the bytes; empty if `data` has them. Another process gets the bytes, not the path."""
     data: bytes = field(default=b"", repr=False, compare=False)
 
     def read(self) -> bytes:
-        """The bytes. Raises `DataError` if the file has changed since the run read its rows, or is gone."""
+        """The bytes. Raises `DataError` if the file has changed since the run read its rows, or no longer exists."""
         if not self.path:
             return self.data
         try:

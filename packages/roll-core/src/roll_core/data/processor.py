@@ -41,15 +41,15 @@ class Processor:
     def __init__(self, processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase) -> None:
         """`processor` is the model's own. Raises `ModelError` if it has no placeholder for images."""
         self._processor = processor
-        placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+        placeholder = getattr(processor, "image_token", None)
         if not isinstance(placeholder, str):
             raise ModelError(f"{type(processor).__name__} has no placeholder for images, so images are not supported")
         self.placeholder = placeholder
         """Text that the chat template writes for an image."""
-        token = getattr(processor, "image_token", placeholder)
-        self.image_token_id: int = tokenizer.convert_tokens_to_ids(token)
+        # The placeholder of Gemma 3 is not the token of its features, which comes first among the ids of images.
+        self.image_token_id = int(next(iter(processor.image_token_ids)))
         """Id of the tokens whose embeddings the features of images replace."""
-        special = {*getattr(processor, "image_token_ids", ()), tokenizer.convert_tokens_to_ids(placeholder)}
+        special = {*processor.image_token_ids, tokenizer.convert_tokens_to_ids(placeholder)}
         video = getattr(processor, "video_token", None)
         if isinstance(video, str):
             special.add(tokenizer.convert_tokens_to_ids(video))

@@ -1,0 +1,222 @@
+"""Tiny models with images and random weights, as complete directories, without downloads."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")
+"""Model types that `tiny_vision` writes."""
+
+END, PADDING, TURN, TURN_END, IMAGE_START, IMAGE_END, IMAGE_TOKEN, VIDEO_TOKEN = (
+    "</s>",
+    "<pad>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+SPECIAL = (PADDING, END, TURN, TURN_END, IMAGE_START, IMAGE_END, IMAGE_TOKEN, VIDEO_TOKEN)
+IDS = {token: 256 + index for index, token in enumerate(SPECIAL)}
+"""Ids of the special tokens. Ids below 256 are bytes."""
+VOCABULARY = 256 + len(SPECIAL)
+
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_PLACEHOLDERS = {
+    "qwen2_5_vl": IMAGE_START + IMAGE_TOKEN + IMAGE_END,
+    "qwen3_vl": IMAGE_START + IMAGE_TOKEN + IMAGE_END,
+    "gemma3": IMAGE_START,
+    "llava": IMAGE_TOKEN,
+    "internvl": IMAGE_TOKEN,
+}
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.1,
+    "pad_token_id": IDS[PADDING],
+    "eos_token_id": IDS[TURN_END],
+    "bos_token_id": None,
+}
+_QWEN_IDS = {
+    "image_token_id": IDS[IMAGE_TOKEN],
+    "video_token_id": IDS[VIDEO_TOKEN],
+    "vision_start_token_id": IDS[IMAGE_START],
+    "vision_end_token_id": IDS[IMAGE_END],
+}
+_QWEN_VISION = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64}
+_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+
+
+def _rope(*sections: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "text_config": _TEXT | {"rope_parameters": _rope(2, 3, 3)},
+        "vision_config": _QWEN_VISION | {"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+        **_QWEN_IDS,
+    },
+    "qwen3_vl": {
+        "text_config": _TEXT | {"num_hidden_layers": 3, "rope_parameters": _rope(4, 2, 2)},
+        "vision_config": _QWEN_VISION
+        | {"depth": 3, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        **_QWEN_IDS,
+    },
+    "gemma3": {
+        "text_config": _TEXT
+        | {
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": _VISION | {"vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "boi_token_index": IDS[IMAGE_START],
+        "eoi_token_index": IDS[IMAGE_END],
+        "image_token_index": IDS[IMAGE_TOKEN],
+    },
+    "llava": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION | {"model_type": "clip_vision_model", "projection_dim": 32},
+        "image_token_index": IDS[IMAGE_TOKEN],
+        "image_seq_length": 16,
+    },
+    "internvl": {
+        "text_config": _TEXT | {"model_type": "qwen2"},
+        "vision_config": _VISION,
+        "image_token_id": IDS[IMAGE_TOKEN],
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    },
+}
+"""Keys of each model's config."""
+
+_SQUARE = {"height": 56, "width": 56}
+_PREPROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 28 * 28, "longest_edge": 112 * 112},
+        "patch_size": 14,
+    },
+    "qwen3_vl": {
+        "processor_class": "Qwen3VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 32 * 32, "longest_edge": 128 * 128},
+        "patch_size": 16,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "gemma3": {"processor_class": "Gemma3Processor", "image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE},
+    "llava": {
+        "processor_class": "LlavaProcessor",
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 56},
+        "crop_size": _SQUARE,
+    },
+    "internvl": {
+        "processor_class": "InternVLProcessor",
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": _SQUARE,
+        "crop_to_patches": False,
+    },
+}
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    "gemma3": {"image_seq_length": 4},
+    "llava": {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    "internvl": {"image_seq_length": 4},
+}
+_TOKENIZER: dict[str, dict[str, str]] = {
+    "gemma3": {"boi_token": IMAGE_START, "eoi_token": IMAGE_END, "image_token": IMAGE_TOKEN},
+    "llava": {"image_token": IMAGE_TOKEN},
+    "internvl": {
+        "start_image_token": IMAGE_START,
+        "end_image_token": IMAGE_END,
+        "context_image_token": IMAGE_TOKEN,
+        "video_token": VIDEO_TOKEN,
+    },
+}
+
+
+def tiny_vision(folder: Path, model_type: str, *, seed: int = 7) -> Path:
+    """Write a model of `MODEL_TYPES` with its tokenizer and processor to `folder`, which is returned.
+
+    Tokens are bytes and `SPECIAL`. Tokens of an image: qwen2_5_vl one for 28 x 28 pixels, qwen3_vl one for 32 x 32,
+    gemma3 4, llava 16, internvl 4 for each of its crops. Weights are random float32, about 0.3 million.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    write_processor(folder, model_type)
+    config = AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            # Weights of the image encoder are small by default, and would hide that images are exchanged.
+            if parameter.ndim >= 2 and "language_model" not in name and "lm_head" not in name:
+                torch.nn.init.normal_(parameter, 0.0, 0.1)
+    model.generation_config.eos_token_id = IDS[TURN_END]
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_processor(folder: Path, model_type: str) -> None:
+    """Write the tokenizer and the processor of `tiny_vision`."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(ByteLevel.alphabet())
+    characters = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    characters.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    characters.decoder = ByteDecoder()
+    characters.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        eos_token=TURN_END,
+        pad_token=PADDING,
+        extra_special_tokens=_TOKENIZER.get(model_type, {}),
+    )
+    tokenizer.chat_template = _TEMPLATE.replace("PLACEHOLDER", _PLACEHOLDERS[model_type])
+    tokenizer.save_pretrained(folder)
+    preprocessor = _PREPROCESSORS[model_type]
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    if model_type in _PROCESSORS:
+        processor = {"processor_class": preprocessor["processor_class"], **_PROCESSORS[model_type]}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
+
+
+def picture(width: int, height: int, seed: int = 0) -> Any:
+    """A random image of Pillow."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
