@@ -80,6 +80,10 @@ class Media:
 
         return Image.open(io.BytesIO(self.read())).convert("RGB")
 
+    def in_memory(self) -> Media:
+        """The image with its bytes, for another process. Raises `DataError` as `read`."""
+        return replace(self, path="", data=self.read())
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _sent_media, (self.digest, self.width, self.height, self.read())
 

@@ -136,16 +136,23 @@ class Encoder:
 
     def load_images(self, messages: Sequence[Message], where: str, folder: Path) -> list[Message]:
         """Messages of a row with their images as `Media`. `folder` is that of the row's file. Raises `DataError`."""
-        if not any(message.get("media") for message in messages):
+        num_images = sum(len(message.get("media", ())) for message in messages)
+        if not num_images:
             return list(messages)
+        if self._data.max_images is not None and num_images > self._data.max_images:
+            raise OversizedImageError(
+                f"{where}: the row has {num_images} images, but data_args.max_images is {self._data.max_images}"
+            )
         loaded = [
             {**message, "media": tuple(load_image(image, where, self._data, folder) for image in message["media"])}
             if message.get("media")
             else message
             for message in messages
         ]
-        if self._data.max_images is not None and len(media_of(loaded)) > self._data.max_images:
-            raise OversizedImageError(f"{where}: the row has more than {self._data.max_images} images")
+        if self._processor is not None:
+            with _located(where):
+                for image in media_of(loaded):
+                    self._processor.tokens_of(image)
         return loaded
 
     def is_media(self, tokens: TokenIds) -> Any:
@@ -189,6 +196,10 @@ class Encoder:
         waiting = iter(media_of(messages))
         if self._processor is None:
             return list(segments)
+        for segment in segments:
+            for token in self._processor.media_tokens:
+                if segment.written and token in segment.text:
+                    raise DataError(f"{where}: a reply contains {token!r}, a token of images, which no model may write")
         expand = self._processor.expand_next
         return [
             segment if segment.written else replace(segment, text=expand(segment.text, waiting)) for segment in segments
@@ -344,11 +355,17 @@ def encode_prompts(
                 media=media_of(messages),
                 messages=messages,
                 tag=row.tag,
-                metadata=dict(row.values),
+                metadata=metadata_of(row, data, messages),
             )
         )
     report_counts("prompts", rows, counts)
     return prompts, counts
+
+
+def metadata_of(row: Row, data: DataArguments, messages: Sequence[Message]) -> dict[str, Any]:
+    """Columns of a row for its samples, without those of its images: samples have them as `media`."""
+    with_images = {data.images, data.messages} if media_of(messages) else set()
+    return {name: value for name, value in row.values.items() if name not in with_images}
 
 
 def tokenizer_texts(rows: Rows, data: DataArguments) -> Iterator[str]:

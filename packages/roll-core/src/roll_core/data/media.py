@@ -1,7 +1,8 @@
 """Images of rows: from a path, bytes, base64 or a record of the library datasets to `Media`, checked once, when read.
 
 Engine and trainer decode the same bytes. An image that is not plain RGB, is rotated by its metadata or is too large is
-converted here and stored as PNG; any other keeps its bytes.
+converted here and stored as PNG in a temporary directory of the process; any other stays where it is. Memory has paths,
+and the bytes of images that rows contain.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import base64
 import binascii
 import io
 import math
+import os
+import tempfile
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -24,11 +29,15 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import DataArguments
 
+KEYS = ("bytes", "path", "image", "url", "base64")
+"""Keys of a mapping that may have an image: of the library datasets, of verl, and of content parts."""
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MAX_DECODED_PIXELS = 89_478_485
 """Larger images are refused before they are decoded: Pillow's own limit against decompression bombs."""
 ORIENTATION = 0x0112
 """EXIF's tag of an image's rotation."""
+_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""Base64 of the first bytes of PNG, JPEG, GIF and WebP files."""
 
 
 class OversizedImageError(DataError):
@@ -42,28 +51,29 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
     `data.image_roots`, and `OversizedImageError`.
     """
     if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
+        value = next((value[key] for key in KEYS if value.get(key)), None)
     path = ""
     if isinstance(value, (bytes, bytearray)):
         raw = bytes(value)
     elif isinstance(value, str) and (text := _base64_of(value)) is not None:
         try:
-            raw = base64.b64decode(text, validate=True)
+            raw = base64.b64decode("".join(text.split()), validate=True)
         except (ValueError, binascii.Error) as error:
-            raise DataError(f"{where}: an image is no valid base64: {error}") from error
+            raise DataError(f"{where}: an image is not valid base64: {error}") from error
     elif isinstance(value, str) and value:
-        path = str(_allowed(value, where, data, folder))
         try:
+            path = str(_allowed(value, where, data, folder))
             raw = Path(path).read_bytes()
-        except OSError as error:
-            raise DataError(f"{where}: image {value!r} cannot be read: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{where}: image {value!r:.200} cannot be read: {reason}") from error
     else:
-        raise DataError(f"{where}: an image is {value!r}, expected a path, bytes or base64")
+        raise DataError(f"{where}: an image is {value!r:.60}, expected a path, bytes or base64")
     image, stored = _checked(raw, where, data.max_pixels, data.oversized_images == "drop")
+    digest = media_digest(stored)
     if stored is not raw:
-        path, raw = "", stored
-    width, height = image.size
-    return Media(digest=media_digest(raw), width=width, height=height, path=path, data=b"" if path else raw)
+        path = _kept(stored, digest)
+    return Media(digest=digest, width=image.width, height=image.height, path=path, data=b"" if path else stored)
 
 
 def image_media(image: Image.Image) -> Media:
@@ -72,20 +82,38 @@ def image_media(image: Image.Image) -> Media:
     return Media(digest=media_digest(raw), width=image.width, height=image.height, data=raw)
 
 
+@cache
+def _converted() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="roll-images-")
+
+
+def _kept(data: bytes, digest: str) -> str:
+    """Path of a temporary file with a converted image. It exists until the process ends."""
+    path = Path(_converted().name, f"{digest}.png")
+    if not path.exists():
+        working = path.with_suffix(f".{os.getpid()}")
+        working.write_bytes(data)
+        os.replace(working, path)
+    return str(path)
+
+
 def _base64_of(text: str) -> str | None:
-    """The base64 of a data URL or of a text that is too long for a path; None for a path."""
+    """The base64 of a data URL, of an image or of a text that is too long for a path; None for a path."""
     if text.startswith("data:"):
         return text.partition(",")[2]
-    return text if len(text) > 1024 else None
+    return text if len(text) > 1024 or text.startswith(_BASE64) else None
 
 
 def _allowed(value: str, where: str, data: DataArguments, folder: Path) -> Path:
     """The path of an image. Raises `DataError` for a URL, and for a path outside of the allowed directories."""
     scheme, _, rest = value.partition("://")
     if rest and scheme != "file":
-        raise DataError(f"{where}: image {value!r} is a URL, which runs do not fetch: download it, and name the file")
-    value = rest if rest else value
-    roots = [Path(root).resolve() for root in data.image_roots] or [folder.resolve()]
+        raise DataError(
+            f"{where}: image {value!r:.200} is a URL. Runs do not fetch images, because a server may change them"
+            " between epochs: download them, and name the files"
+        )
+    value = unquote(rest) if rest else value
+    roots = [Path(root).expanduser().resolve() for root in data.image_roots] or [folder.resolve()]
     candidates = [(root / value).resolve() for root in roots]
     inside = [path for path in candidates if any(path.is_relative_to(root) for root in roots)]
     if not inside:
@@ -107,7 +135,8 @@ def _checked(raw: bytes, where: str, max_pixels: int | None, drop: bool) -> tupl
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(raw), formats=FORMATS)
-            if getattr(image, "n_frames", 1) > 1:
+            # The further pictures of a camera's JPEG (MPO) are previews and depth maps.
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise DataError(f"{where}: an image is animated ({image.n_frames} frames): store its frames as images")
             if image.width * image.height > MAX_DECODED_PIXELS:
                 raise DataError(f"{where}: an image has {image.width} x {image.height} pixels, which is too large")
@@ -126,7 +155,7 @@ def _checked(raw: bytes, where: str, max_pixels: int | None, drop: bool) -> tupl
         scale = math.sqrt(max_pixels / (rgb.width * rgb.height))
         size = max(1, math.floor(rgb.width * scale)), max(1, math.floor(rgb.height * scale))
         shrunk = rgb.resize(size, Image.Resampling.BICUBIC)
-    same = not rotated and shrunk is rgb and image.mode in ("RGB", "L")
+    same = not rotated and shrunk is rgb and image.mode in ("RGB", "L") and "transparency" not in image.info
     return shrunk, raw if same else _png(shrunk)
 
 
@@ -134,6 +163,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     """The image in RGB: transparent pixels on white, 16 bits scaled to 8."""
     from PIL import Image
 
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, whose range is unknown: store it with 8 or 16 bits")
     if image.mode.startswith("I"):
         values = np.asarray(image, dtype=np.float64) / 65535.0 * 255.0
         return Image.fromarray(values.clip(0, 255).round().astype(np.uint8)).convert("RGB")

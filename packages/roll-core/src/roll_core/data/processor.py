@@ -55,6 +55,12 @@ class Processor:
             special.add(tokenizer.convert_tokens_to_ids(video))
         self.media_token_ids: tuple[int, ...] = tuple(sorted(id for id in special if isinstance(id, int)))
         """Ids that belong to images and video alone. A model must not generate them, and they are never trained."""
+        self.media_tokens: tuple[str, ...] = tuple(
+            map(str, tokenizer.convert_ids_to_tokens(list(self.media_token_ids)))
+        )
+        """Their texts."""
+        self._texts: dict[tuple[int, int], str] = {}
+        """Tokens of images by width and height, on which alone they depend."""
         self._cache: OrderedDict[str, tuple[str, dict[str, npt.NDArray[Any]]]] = OrderedDict()
         self._cached_bytes = 0
 
@@ -69,12 +75,22 @@ class Processor:
                 f"{where}: the prompt has {num_places} placeholders {self.placeholder!r} for {len(media)} images: the"
                 " chat template must render one for each image, and no text may contain them"
             )
+        for token in self.media_tokens:
+            if token != self.placeholder and token in text:
+                raise DataError(f"{where}: a text contains {token!r}, a token of images that only the processor writes")
         return self.expand_next(text, iter(media))
 
     def expand_next(self, text: str, media: Iterator[Media]) -> str:
         """Text with each placeholder replaced by the tokens of the next image."""
         first, *rest = text.split(self.placeholder)
-        return first + "".join(self._processed(next(media))[0] + piece for piece in rest)
+        return first + "".join(self.tokens_of(next(media)) + piece for piece in rest)
+
+    def tokens_of(self, media: Media) -> str:
+        """Text that replaces the placeholder of an image. Raises `DataError` for an image that it cannot process."""
+        size = media.width, media.height
+        if size not in self._texts:
+            self._texts[size] = self._processed(media)[0]
+        return self._texts[size]
 
     def inputs(self, media: Sequence[Media]) -> dict[str, npt.NDArray[Any]]:
         """Arrays of some images for the model's forward pass, concatenated in order; empty without images.

@@ -243,15 +243,22 @@ def _with_images(messages: list[Message], row: Row, data: DataArguments) -> list
 
     Raises `DataError` for images without a place or places without an image, and for media that no model would see.
     """
-    hint = "models read text and images alone, and no column of images is named: set data_args.images, or remove it"
+    unnamed = "no column of images is named: set data_args.images, or remove it"
+    unread = "models read text and images alone: write the frames of videos as images, or remove it"
     for column in MEDIA_COLUMNS:
         if row.values.get(column) and column != data.images:
+            hint = unnamed if column.startswith("image") else unread
             raise DataError(f"{row.where}: column {column!r} has {_short(row.values[column])}, but {hint}")
     values = row.values.get(data.images) if data.images else None
     images = [] if values is None else list(values) if isinstance(values, list) else [values]
     if data.images:
         _place_images(messages, images, row, data.images)
     for number, message in enumerate(messages, 1):
+        if None in message.get("media", ()):
+            raise DataError(
+                f"{row.where}: message {number} ({message['role']}) has a part of type image without an image, and no"
+                " column of images is named: set data_args.images"
+            )
         if message["content"].count(IMAGE) != len(message.get("media", ())):
             raise DataError(
                 f"{row.where}: message {number} ({message['role']}) has {message['content'].count(IMAGE)} places for"
@@ -261,6 +268,8 @@ def _with_images(messages: list[Message], row: Row, data: DataArguments) -> list
             raise DataError(f"{row.where}: message {number} is of the assistant, which writes text, but has an image")
         media = None if message["role"] == "assistant" else _MEDIA.search(message["content"])
         if media is not None:
+            hint = "write <image> at the places of images" if data.images else unnamed
+            hint = unread if "video" in media[0] or "audio" in media[0] else hint
             raise DataError(f"{row.where}: message {number} ({message['role']}) has {media[0]!r}, but {hint}")
     return messages
 
@@ -363,10 +372,11 @@ def _joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]
             texts.append(text)
         elif kind in IMAGE_PARTS:
             image = next((part[key] for key in IMAGE_PARTS[kind] if part.get(key) is not None), None)
-            media.append(image.get("url") if isinstance(image, dict) and "url" in image else image)
+            media.append(f"data:,{image}" if image is not None and image is part.get("base64") else image)
             texts.append(IMAGE)
         else:
-            raise DataError(f"{where}: models read parts of type text and image (docs/data.md), not {_short(part)}")
+            hint = "; write the frames of a video as images" if kind in ("video", "video_url", "input_video") else ""
+            raise DataError(f"{where}: models read parts of type text and image, not {_short(part)}{hint}")
     return "".join(texts), tuple(media)
 
 

@@ -31,6 +31,7 @@ import msgpack
 import numpy as np
 
 from roll_core.errors import RollError, UnsupportedError
+from roll_core.types import Media
 
 TUPLE, SET, ARRAY, NUMBER, RECORD, ERROR, NAME, PATH, ENUM, DATETIME, DATE, TIME, DURATION, DECIMAL = range(1, 15)
 _TEXT = "surrogatepass"
@@ -102,6 +103,7 @@ def _extension(value: Any) -> Any:
                     return plain(value)
             raise UnsupportedError(f"{value} is too large to be sent to another Python environment")
         case _ if dataclasses.is_dataclass(value):
+            value = value.in_memory() if isinstance(value, Media) else value
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
             code, content = RECORD, [name_of(kind), fields]
         case _:
