@@ -200,7 +200,7 @@ def test_rotation_of_the_metadata_is_applied():
     np.testing.assert_array_equal(pixels(media), np.rot90(np.asarray(image), -1))
 
 
-def test_one_pixel_is_an_image():
+def test_images_of_one_pixel_are_read():
     media = load(encoded(solid("RGB", RED, (1, 1))))
     assert pixels(media).tolist() == [[[255, 0, 0]]]
 
@@ -232,7 +232,7 @@ def test_media_of_files_keep_paths_and_travel_as_bytes(tmp_path):
     assert load("a.png", tmp_path).path == str(tmp_path / "a.png")
 
 
-def test_one_message_has_one_copy_of_the_bytes():
+def test_messages_have_one_copy_of_an_images_bytes():
     media = load(encoded(Image.effect_noise((64, 64), 50)))
     assert len(pickle.dumps([media] * 8)) < 1.1 * len(pickle.dumps(media)) + 100
 
