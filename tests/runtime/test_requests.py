@@ -1,12 +1,18 @@
 """Requests that make no sense to any engine are refused in words."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from roll_core.data.media import image_media
+from roll_core.data.processor import processor_of
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.infer import check_request
+from roll_core.spec.infer import check_media, check_request
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.errors import raises_error
+from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, picture, write_processor
 
 
 def request(prompt=(1, 2, 3), n=1, prompt_topk=0, **params):
@@ -70,3 +76,33 @@ def test_stop_strings_are_checked_unless_ignore_eos_is_set(params, has_tokenizer
         return
     with raises_error(error, "'r'"):
         check(asked, has_tokenizer=has_tokenizer)
+
+
+IMAGE = image_media(picture(56, 84))
+"""2 x 3 features of Qwen2.5-VL: one for 28 x 28 pixels."""
+
+
+def with_images(num_tokens, *media):
+    return replace(request(prompt=[7] + [IDS[IMAGE_TOKEN]] * num_tokens), media=media)
+
+
+def test_images_need_an_engine_and_a_model_that_read_them():
+    asked = replace(request(), media=(IMAGE,))
+    with raises_error(UnsupportedError, "'r'", "1"):
+        check(asked)
+    check(asked, images=True)
+
+
+@pytest.mark.parametrize(("num_tokens", "media"), [(5, (IMAGE,)), (6, ()), (0, (IMAGE,)), (6, (IMAGE, IMAGE))])
+def test_image_tokens_must_be_as_many_as_features(tmp_path, num_tokens, media):
+    write_processor(tmp_path, "qwen2_5_vl")
+    processor = processor_of(AutoTokenizer.from_pretrained(tmp_path))
+    with raises_error(DataError, "'r'", num_tokens, 6 * len(media)):
+        check_media(with_images(num_tokens, *media), processor)
+    check_media(with_images(6 * len(media), *media), processor)
+
+
+def test_images_that_cannot_be_decoded_are_refused_by_request(tmp_path):
+    write_processor(tmp_path, "qwen2_5_vl")
+    with raises_error(DataError, "'r'"):
+        check_media(with_images(6, replace(IMAGE, data=b"none")), processor_of(AutoTokenizer.from_pretrained(tmp_path)))

@@ -104,8 +104,9 @@ def media_digest(data: bytes) -> str:
 class SamplingParams:
     """Sampling parameters.
 
-    Order of operations, the same for every infer strategy: repetition penalty, `min_new_tokens` (end tokens masked),
-    temperature, top-k, top-p, min-p, sampling. `temperature == 0` selects the most likely token.
+    Order of operations, the same for every infer strategy: repetition penalty, masks, temperature, top-k, top-p, min-p,
+    sampling. `temperature == 0` selects the most likely token. Masked are end tokens until `min_new_tokens`, and always
+    the tokens that a model with images reserves for them (`roll_core.data.processor.Processor.media_token_ids`).
     """
 
     temperature: float = 1.0
@@ -164,7 +165,7 @@ class CompletionOutput:
     """`[R]`."""
     logprobs: Floats
     """`[R]`, logprob of each sampled token under `softmax(logits / temperature)`: with temperature (1 if it is 0),
-    before penalties, top-k, top-p and min-p. The train strategy computes the same quantity."""
+    before penalties, masks, top-k, top-p and min-p. The train strategy computes the same quantity."""
     versions: npt.NDArray[np.int32]
     """`[R]`, weight version with which each token was sampled. Versions differ after an in-flight update."""
     finish_reason: FinishReason

@@ -51,8 +51,9 @@ class SampledStep:
 class Batch:
     """The running batch, stored in arrays. Only rows with stop strings need per-token work in Python."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+    def __init__(self, vocab_size: int, device: torch.device, never: tuple[int, ...] = ()) -> None:
+        """`never`: ids that are never sampled."""
+        self._vocab_size, self._device, self._never = vocab_size, device, never
         self.rows: list[Sequence] = []
         self._sequences: list[Sequence | None] = []
         """Sequence in each slot; None for a free slot."""
@@ -226,6 +227,7 @@ class Batch:
         slots_N, table_N, end_set_N = self._slots_N[first:], self._table_N[first:], self._end_set_N[first:]
         left_N = table_N["min_new"] - self._num_sampled_S[slots_N]
         banned = [(int(row), id_) for row in np.flatnonzero(left_N > 0) for id_ in self._end_sets[end_set_N[row]]]
+        banned += [(row, id_) for row in range(len(table_N)) for id_ in self._never]
         num_steps = 1 if first else int(left_N[left_N > 0].min(initial=SAMPLER_STEPS))
         return Sampler(
             table_N,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_core.errors import NonFiniteError
+from roll_core.errors import DataError, NonFiniteError
 from roll_core.types import Completion
 from roll_infer_hf.batch import Batch
 from roll_infer_hf.scheduler import Scheduler
@@ -52,7 +52,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             runner, token_budget=config.max_num_batched_tokens, min_shared_prefix=config.min_shared_prefix
         )
-        self._batch = Batch(runner.vocab_size, runner.device)
+        self._batch = Batch(runner.vocab_size, runner.device, never=runner.media_token_ids)
         self.max_unread = 0 if runner.device.type == "cpu" else 1
         """Number of steps that may be unread, so that the device computes while the host records the step before."""
         self._recompute = config.kv_after_update == "recompute"
@@ -66,12 +66,20 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """True if a sequence is waiting, being prefilled or running."""
-        return self._scheduler.busy or len(self._batch) > 0
+        return self._scheduler.busy or len(self._batch) > 0 or self._some_ended
 
     def submit(self, request: RunningRequest) -> None:
-        """Add the request's sequences to the waiting queue. The caller guarantees that the id is not in use."""
+        """Add the request's sequences to the waiting queue. The caller guarantees that the id is not in use.
+
+        A request whose images do not fit its prompt fails in the next step.
+        """
         self._unfinished[request.request.id] = request
-        self._scheduler.add(request.sequences)
+        try:
+            self.runner.check_media(request.request)
+        except DataError as error:
+            self._fail([request], error)
+        else:
+            self._scheduler.add(request.sequences)
 
     def step(self) -> list[RunningRequest]:
         """Prefill prompts within the token budget, then decode one token per running row.

@@ -91,8 +91,9 @@ class HFInferStrategy(InferStrategy):
     async def generate(self, request: GenerateRequest) -> Completion:
         """Queue the request and return its completion.
 
-        Raises `DataError` for invalid prompts or parameters, and `ModelError` if the request does not fit the KV cache.
-        Raises `UnsupportedError` for stop strings without a tokenizer, and `NonFiniteError` if logits are not finite.
+        Raises `DataError` for invalid prompts, images or parameters, and `ModelError` if the request does not fit the
+        KV cache. Raises `UnsupportedError` for stop strings without a tokenizer and for images of a model of text, and
+        `NonFiniteError` if logits are not finite.
         """
         running = self._admit(request)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -238,6 +239,7 @@ class HFInferStrategy(InferStrategy):
 
         from roll_infer_hf import compiled_decoder, decoder
         from roll_infer_hf.core import EngineCore
+        from roll_infer_hf.images import load_processor
         from roll_infer_hf.loaded_weights import LoadedAdapter, LoadedWeights
         from roll_infer_hf.module_runner import ModuleRunner
         from roll_modeling.layout import make_adjacent
@@ -263,7 +265,8 @@ class HFInferStrategy(InferStrategy):
             runner = chosen(model, pack=self._settings.pack_weights, **room)
         else:
             log.info("hf_infer runs this model with transformers' code, which is slower: %s", reason)
-            runner = ModuleRunner(model, record_experts=self._spec.router_replay, **room)
+            processor = load_processor(model, self._spec)
+            runner = ModuleRunner(model, processor=processor, record_experts=self._spec.router_replay, **room)
         self._model = model
         who: dict[str, Any] = {"role": self._mesh.role, "rank": self._mesh.rank}
         lora = self._spec.lora
@@ -349,6 +352,7 @@ class HFInferStrategy(InferStrategy):
             limit=limit,
             routed_experts=self._spec.router_replay,
             has_tokenizer=bool(self._spec.tokenizer or self._spec.path),
+            images=runner.reads_images,
         )
         total = len(request.prompt_ids) + params.max_new_tokens
         if not runner.fits(1, total):

@@ -4,20 +4,26 @@ Rows of equal length that were prefilled together form a cohort and share one ca
 windows, experts and recurrent states behave exactly as in transformers. Cohorts decode one after the other: this path
 is exact and general, but slow. Architectures of the Llama family use `decoder.Decoder` instead.
 
-N rows    V vocabulary    M layers with experts    K top-k
+Prompts with images and those without form cohorts of their own. Images are read in the prefill alone. Later tokens then
+have explicit positions: their index plus a distance that depends on the row's images. The memory that transformers'
+models have of this distance (`rope_deltas`) is that of the last prefill, whichever its rows.
+
+N rows    L tokens    V vocabulary    M layers with experts    K top-k    A axes of positions
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from roll_core.errors import UnsupportedError, one_line
+from roll_core.errors import DataError, UnsupportedError, one_line
+from roll_core.spec.infer import check_media
+from roll_infer_hf.images import ImageInputs
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
 from roll_modeling.model import layer_configs
 from roll_modeling.model_table import CACHE_PARAMETERS
@@ -29,6 +35,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from roll_core.data.processor import Processor
+    from roll_core.types import GenerateRequest, Media
 
 
 PROBE_TOKENS = 12
@@ -42,6 +51,15 @@ class Cohort:
     cache: Any
     num: int
     length: int = 0
+    shifts_AN1: Tensor | None = None
+    """Distance of the positions of later tokens to their indices; None if there is none, as without images."""
+
+    def reorder(self, rows_N: Tensor) -> None:
+        """Keep only these rows, in that order."""
+        self.cache.reorder_cache(rows_N)
+        self.num = len(rows_N)
+        if self.shifts_AN1 is not None:
+            self.shifts_AN1 = self.shifts_AN1[:, rows_N]
 
 
 class ModuleRunner(Runner):
@@ -50,9 +68,15 @@ class ModuleRunner(Runner):
     can_split = False
 
     def __init__(
-        self, model: PreTrainedModel, *, cache_bytes: int, max_rows: int, record_experts: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        cache_bytes: int,
+        max_rows: int,
+        processor: Processor | None = None,
+        record_experts: bool = False,
     ) -> None:
-        """With `record_experts`, record the experts that each token is routed to.
+        """With `processor`, prompts may have images. With `record_experts`, record the experts of each token.
 
         Raises `UnsupportedError` if the model has no cache, or if decoding with it differs from one pass over all
         tokens. With `record_experts` also raises it if the model has no experts or its routers are unknown.
@@ -63,6 +87,10 @@ class ModuleRunner(Runner):
         config: Any = model.config.get_text_config()
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.vocab_size = int(config.vocab_size)
+        self._images = None if processor is None else ImageInputs(model, processor)
+        if processor is not None:
+            self.reads_images = True
+            self.media_token_ids = tuple(id for id in processor.media_token_ids if id < self.vocab_size)
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
         self._token_bytes = sum(_token_bytes(layer, model.dtype.itemsize) for layer in layer_configs(model.config))
         parameters = inspect.signature(self._model.forward).parameters
@@ -77,6 +105,19 @@ class ModuleRunner(Runner):
         self._cohorts: list[Cohort] = []
         self._prompts: dict[CachedPrompt, tuple[Cohort, int]] = {}
 
+    def check_media(self, request: GenerateRequest) -> None:
+        """Process the request's images. Raises `DataError` if they do not fit its prompt."""
+        if self._images is None:
+            return
+        check_media(request, self._images.processor)
+        if not request.media:
+            return
+        try:
+            tokens_1L = torch.from_numpy(np.asarray(request.prompt_ids, dtype=np.int64))[None].to(self.device)
+            self._images.positions(tokens_1L, self._images.arrays(request.media))
+        except DataError as error:
+            raise DataError(f"request {request.id!r}: {error}") from error
+
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         """Estimate the cache size as that of an architecture that caches every position in every layer."""
         return num_rows <= self._max_rows and num_rows * num_tokens * self._token_bytes <= self._cache_bytes
@@ -86,16 +127,17 @@ class ModuleRunner(Runner):
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PromptChunk]) -> Tensor:
-        """Run one forward pass per prompt length; prompts of equal length form a cohort."""
-        by_length: dict[int, list[int]] = {}
+        """Run one forward pass per prompt length; prompts of equal length form a cohort, or two if some have images."""
+        groups: dict[tuple[int, bool], list[int]] = {}
         for i, chunk in enumerate(chunks):
-            by_length.setdefault(chunk.end, []).append(i)
+            groups.setdefault((chunk.end, bool(chunk.prompt.media)), []).append(i)
         logits: list[Tensor | None] = [None] * len(chunks)
-        for length, members in by_length.items():
+        for (length, _), members in groups.items():
             tokens = torch.from_numpy(np.stack([chunks[i].prompt.tokens for i in members])).to(self.device)
             cohort = Cohort(self._new_cache(), len(members))
             with_logprobs = any(chunks[i].prompt.logprobs_wanted for i in members)
-            outputs = self._forward(cohort, tokens, every=with_logprobs)
+            media = [image for i in members for image in chunks[i].prompt.media]
+            outputs = self._forward(cohort, tokens, every=with_logprobs, media=media)
             experts = None if self._recorder is None else self._recorder.take()
             for row, i in enumerate(members):
                 prompt = chunks[i].prompt
@@ -118,9 +160,9 @@ class ModuleRunner(Runner):
             while end < len(prompts) and self._prompts[prompts[end]][0] is source:
                 end += 1
             rows = torch.tensor([self._prompts[prompt][1] for prompt in prompts[start:end]], device=self.device)
-            cache = copy.deepcopy(source.cache)
-            cache.reorder_cache(rows)
-            self._cohorts.append(Cohort(cache, end - start, source.length))
+            cohort = replace(source, cache=copy.deepcopy(source.cache))
+            cohort.reorder(rows)
+            self._cohorts.append(cohort)
             start = end
 
     def forget(self, prompt: CachedPrompt) -> None:
@@ -150,8 +192,7 @@ class ModuleRunner(Runner):
             if len(rows) == 0:
                 continue
             if len(rows) < cohort.num:
-                cohort.cache.reorder_cache(torch.from_numpy(rows).to(self.device))
-                cohort.num = len(rows)
+                cohort.reorder(torch.from_numpy(rows).to(self.device))
             left.append(cohort)
         self._cohorts = left
         return np.flatnonzero(kept_N)
@@ -207,14 +248,25 @@ class ModuleRunner(Runner):
         error = float(torch.stack(errors).median()) if errors else 0.0
         return error, 1e-3 if self._model.dtype == torch.float32 else 0.1
 
-    def _forward(self, cohort: Cohort, tokens_NL: Tensor, *, every: bool) -> Tensor:
-        """Logits `[N, L, V]`, or those of the last token `[N, 1, V]` unless `every`; appends to the cohort's cache."""
+    def _forward(self, cohort: Cohort, tokens_NL: Tensor, *, every: bool, media: Sequence[Media] = ()) -> Tensor:
+        """Logits `[N, L, V]`, or those of the last token `[N, 1, V]` unless `every`; appends to the cohort's cache.
+
+        `media` are the images of all rows, in order.
+        """
         more: dict[str, Any] = {"logits_to_keep": 1} if self._picks_rows and not every else {}
         more[self._cache_name] = cohort.cache
         end = cohort.length + tokens_NL.shape[1]
         if self._takes_positions:  # transformers' Bamba counts from 0 without them, also beside a cache
             positions_L = torch.arange(cohort.length, end, device=tokens_NL.device)
             more["position_ids"] = positions_L.expand(len(tokens_NL), -1)
+            if cohort.shifts_AN1 is not None:
+                more["position_ids"] = positions_L + cohort.shifts_AN1
+        if media and self._images is not None:
+            arrays = self._images.arrays(media)
+            if (positions := self._images.positions(tokens_NL, arrays)) is not None:
+                more["position_ids"], shifts_N1 = positions
+                cohort.shifts_AN1 = shifts_N1.expand(len(more["position_ids"]), -1, -1)
+            more |= arrays | self._images.token_types(tokens_NL)
         result = self._model(input_ids=tokens_NL, use_cache=True, **more)
         cohort.length = end
         logits: Tensor = result.logits

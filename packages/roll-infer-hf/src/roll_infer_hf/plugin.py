@@ -16,6 +16,7 @@ CAPABILITIES = InferCapabilities(
     lora=True,
     prompt_logprobs=True,
     prompt_topk=True,
+    images=True,
     routed_experts=True,
     free_seeds=True,
     in_flight_update=True,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from roll_core.types import Floats, RoutedExperts, TokenIds
+    from roll_core.types import Floats, GenerateRequest, Media, RoutedExperts, TokenIds
     from roll_infer_hf.kv_cache import KVCache
 
 
@@ -33,6 +33,8 @@ class CachedPrompt:
     """Prompt tokens whose keys and values are computed once and shared by every row that starts with them."""
 
     tokens: TokenIds
+    media: tuple[Media, ...] = ()
+    """Images of `tokens`."""
     logprobs_wanted: bool = False
     topk_wanted: int = 0
     """Number of most likely tokens to store with the logprobs."""
@@ -55,6 +57,11 @@ class CachedPrompt:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def key(self) -> bytes:
+        """Equal for prompts of equal keys and values."""
+        return prompt_key(self.tokens, self.media)
+
     def store(self, start: int, logp_NV: Tensor) -> None:
         """Store the logprobs of the N tokens from `start`, given logprobs of all ids there."""
         if self.logprobs is None:
@@ -67,6 +74,11 @@ class CachedPrompt:
         if self.topk is not None and self.topk_wanted:
             top = logp_NV.topk(self.topk_wanted, dim=1)
             self.topk.ids[span], self.topk.logprobs[span] = top.indices.cpu().numpy(), top.values.cpu().numpy()
+
+
+def prompt_key(tokens: TokenIds, media: Sequence[Media]) -> bytes:
+    """Token ids and digests of images: prompts with equal ids may have different images."""
+    return b"".join([tokens.tobytes(), *(image.digest.encode() for image in media)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +104,16 @@ class Runner(ABC):
     vocab_size: int
     can_split: bool
     """True if prompts may be prefilled in chunks and may start after a prefix shared with a donor."""
+    media_token_ids: tuple[int, ...] = ()
+    """Ids that are never sampled, see `SamplingParams`."""
+    reads_images: bool = False
+    """True if prompts may have images."""
     routed_experts_NMK: RoutedExperts | None = None
     """Experts of the tokens that the last `decode` appended to the rows; None if the runner does not record them."""
+
+    def check_media(self, request: GenerateRequest) -> None:
+        """Process the request's images. Raises `DataError` if they do not fit its prompt."""
+        return
 
     @abstractmethod
     def fits(self, num_rows: int, num_tokens: int) -> bool:

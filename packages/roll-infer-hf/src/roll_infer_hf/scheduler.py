@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll_infer_hf.runner import CachedPrompt, PromptChunk
+from roll_infer_hf.runner import CachedPrompt, PromptChunk, prompt_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         """Waiting sequences, in scheduling order."""
         self.entering: dict[bytes, tuple[CachedPrompt, list[Sequence]]] = {}
-        """Prompts being prefilled and the sequences that need them, by the bytes of the token ids."""
+        """Prompts being prefilled and the sequences that need them, by `prompt_key`."""
         self._joined: list[CachedPrompt] = []
 
     @property
@@ -78,13 +78,14 @@ class Scheduler:
             if not self._runner.fits(num + 1, length):
                 break
             tokens = tokens_of(sequence)
-            key = tokens.tobytes()
+            media = sequence.request.request.media
+            key = prompt_key(tokens, media)
             if key not in self.entering and key not in new:
                 # Prompts beyond the token budget would occupy memory before they are computed. A prompt longer than the
                 # remaining budget is still admitted, so long prompts never block.
                 if room <= 0:
                     break
-                new[key] = CachedPrompt(tokens)
+                new[key] = CachedPrompt(tokens, media)
                 room -= len(tokens)
             prompt, group = self.entering.get(key) or (new[key], [])
             if sequence.request.request.prompt_logprobs and sequence.request.prompt_logprobs is None:
@@ -119,7 +120,7 @@ class Scheduler:
         complete = []
         for chunk in chunks:
             if chunk.last:
-                complete.append(self.entering.pop(chunk.prompt.tokens.tobytes()))
+                complete.append(self.entering.pop(chunk.prompt.key))
         return complete
 
     def release(self, joined: Iterable[CachedPrompt] = ()) -> None:
@@ -139,7 +140,10 @@ class Scheduler:
         self._runner.forget(discarded)
 
     def _share_prefixes(self, new: list[CachedPrompt]) -> None:
-        """Assign donors: in lexical order each prompt shares its longest prefix with a neighbour, here the previous."""
+        """Assign donors: in lexical order each prompt shares its longest prefix with a neighbour, here the previous.
+
+        Runners that split prompts read no images.
+        """
         if not self._runner.can_split or self._min_shared == 0:
             return
         before: CachedPrompt | None = None

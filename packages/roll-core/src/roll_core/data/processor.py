@@ -49,6 +49,7 @@ class Processor:
         # The placeholder of Gemma 3 is not the token of its features, which comes first among the ids of images.
         self.image_token_id = int(next(iter(processor.image_token_ids)))
         """Id of the tokens whose embeddings the features of images replace."""
+        self._image_token = str(tokenizer.convert_ids_to_tokens(self.image_token_id))
         special = {*processor.image_token_ids, tokenizer.convert_tokens_to_ids(placeholder)}
         video = getattr(processor, "video_token", None)
         if isinstance(video, str):
@@ -91,6 +92,10 @@ class Processor:
         if size not in self._texts:
             self._texts[size] = self._processed(media)[0]
         return self._texts[size]
+
+    def num_features(self, media: Media) -> int:
+        """Number of features of an image: of the tokens with id `image_token_id`."""
+        return self.tokens_of(media).count(self._image_token)
 
     def inputs(self, media: Sequence[Media]) -> dict[str, npt.NDArray[Any]]:
         """Arrays of some images for the model's forward pass, concatenated in order; empty without images.
