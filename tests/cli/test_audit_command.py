@@ -35,6 +35,7 @@ from roll_tools.data_audit import AuditFinding, audit_reward_columns, audit_rows
 from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
 from shared_tests.hf_plugins import HF_PACKAGES
+from shared_tests.tiny_vision import picture, write_processor
 
 SFT = """\
 pipeline: sft
@@ -396,3 +397,28 @@ def test_rewards_report_rows_that_they_cannot_score(
     assert function(config).unscorable(row)
     whole = CompositeConfig.model_validate({"reward": "composite", "components": {"part": config.model_dump()}})
     assert CompositeReward(whole).unscorable(row).startswith("part: ")
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_with_images_show_sizes_tokens_and_positions(folder, capsys):
+    model = folder / "model"
+    model.mkdir()
+    write_processor(model, "qwen2_5_vl")
+    picture(84, 56).save(folder / "a.png")
+    (folder / "broken.png").write_bytes(b"no image")
+    row = {"prompt": "see <image>?", "response": "six", "images": ["a.png"]}
+    write(folder, [row, row | {"images": ["broken.png"]}, row | {"images": ["a.png"], "prompt": "<image>now?"}])
+    words = ("rows.jsonl", "--tokenizer", "model", "images=images", "broken_images=drop", "prompt_length=20")
+    assert cli.main(["audit", *words, "--json", "--rows", "1"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    findings = {(finding["check"], finding["level"]): finding["found"] for finding in printed["findings"]}
+    assert mentions(findings["images", "ok"], 2, 6)
+    assert mentions(findings["images", "warning"], 1, "broken_images")
+    assert mentions(findings["prompt_length", "error"], 20)  # with the 6 tokens of the image
+    (shown,) = printed["rows"]
+    begin = len("<|im_start|>user\nsee <|vision_start|>") - len("<|im_start|>") - len("<|vision_start|>") + 2
+    assert mentions(shown["images"][0], 84, 56, 6, begin, begin + 5)
+    assert "<|image_pad|> × 6" in "".join(text for text, _ in shown["pieces"])
+    assert [trained for text, trained in shown["pieces"] if "image_pad" in text] == [False]

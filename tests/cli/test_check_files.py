@@ -18,6 +18,7 @@ from roll_core.data.templates import NAMED
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.config import DataArguments
+from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_testing.errors import mentions
 
 GRPO = """\
@@ -295,3 +296,61 @@ def test_lengths_that_drop_every_row_are_mistakes(here, source):
 
 def test_named_templates_are_those_of_the_schema():
     assert ["native", *NAMED] == list(get_args(DataArguments.model_fields["template"].annotation))
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def write_vision_model():
+    Path("model/config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
+    Path("model/preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def unable(registry):
+    """Strategies of `GRPO` that declare that they do not read images, by role."""
+    by_role = {"actor_train": (TrainProvider, "hf_train"), "actor_infer": (InferProvider, "hf_infer")}
+    return {
+        f"{role}.strategy_args.strategy_name"
+        for role, (kind, name) in by_role.items()
+        if not registry.find(kind, name).capabilities.images
+    }
+
+
+IMAGE_PART = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "1+1="}]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"prompt": "1+1=", "ground_truth": "2", "pictures": ["a.png"]}, "images: pictures"),
+        ({"chat": [{"role": "user", "content": IMAGE_PART}], "ground_truth": "2"}, "messages: chat, template: chatml"),
+    ],
+)
+@pytest.mark.parametrize("able", [True, False])
+def test_images_need_roles_that_read_them(here, row, keys, able):
+    write_vision_model()
+    write("rows.jsonl", row)
+    text = GRPO.replace("file_name: rows.jsonl", f"file_name: rows.jsonl, {keys}")
+    if not able:
+        text = text.replace("strategy_name: hf_train", "strategy_name: megatron_train")
+    lacking = unable(load_registry()) | (set() if able else {"actor_train.strategy_args.strategy_name"})
+    found = {key for _, _, key in mistakes(text)}
+    assert lacking <= found
+    assert "pretrain" not in found
+
+
+def test_images_need_a_processor(here):
+    write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2", "pictures": ["a.png"]})
+    text = GRPO.replace("file_name: rows.jsonl", "file_name: rows.jsonl, images: pictures")
+    assert (2, 11, "pretrain") in mistakes(text)
+    Path("model/preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    assert (2, 11, "pretrain") in mistakes(text)
+    made = mistakes("tokenizer: {kind: byte}\n" + text)
+    assert "tokenizer" in {key for _, _, key in made}
+
+
+@pytest.mark.parametrize("name", ["images", "image", "videos", "audio"])
+def test_columns_of_media_that_no_key_names_are_refused(here, name):
+    write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2", name: ["a.png"]})
+    assert [key for _, _, key in mistakes(GRPO)] == ["actor_train.data_args.file_name"]

@@ -4,9 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from roll_core.data.media import image_media
+from roll_core.errors import RunDirectoryError
+from roll_core.runtime.records.media_folder import MediaFolder
 from roll_core.runtime.records.run_files import SamplesFile
-from roll_core.types import Reward, Sample
+from roll_core.types import Media, Reward, Sample
+from roll_testing.errors import raises_error
 
 
 def sample(group: int, index: int, text: str = "42", **fields: object) -> Sample:
@@ -128,3 +133,42 @@ def test_the_last_row_counts_the_samples_that_are_left_out(
     first, second = ([row for row in rows(tmp_path / "s.jsonl") if row["step"] == step] for step in (1, 2))
     assert [row.get("left_out") for row in first] == [None] * 7 + [32 - 8]
     assert [row.get("left_out") for row in second] == [None] * 3
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def png(value: int) -> Media:
+    return image_media(Image.new("RGB", (3, 2), (value, 0, 0)))
+
+
+def test_images_of_samples_are_stored_once_by_digest(tmp_path: Path, open_file: Callable[..., SamplesFile]) -> None:
+    one, other = png(1), png(2)
+    file = open_file(tmp_path / "samples.jsonl")
+    file.write(1, [sample(0, 0, media=(one, other)), sample(0, 1, media=(one, one)), sample(1, 0)])
+    first, second, third = rows(tmp_path / "samples.jsonl")
+    saved = [{"digest": image.digest, "width": 3, "height": 2} for image in (one, other)]
+    assert first["images"] == saved
+    assert second["images"] == [saved[0], saved[0]]
+    assert "images" not in third
+    assert {path.name for path in (tmp_path / "media").iterdir()} == {one.digest, other.digest}
+    assert MediaFolder(tmp_path).get(saved)[1].read() == other.data
+
+
+def test_resumed_runs_link_the_images_of_their_history(tmp_path: Path) -> None:
+    before, after = tmp_path / "1", tmp_path / "2"
+    before.mkdir()
+    after.mkdir()
+    saved = MediaFolder(before).put([png(1)])
+    folder = MediaFolder(after, history=before)
+    for file in (before / "media").iterdir():
+        file.unlink()
+    assert folder.get(saved)[0].read() == png(1).data
+    MediaFolder(tmp_path / "3", history=tmp_path / "without")
+    assert not (tmp_path / "3").exists()
+
+
+def test_images_that_cannot_be_stored_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "media").write_text("a file")
+    with raises_error(RunDirectoryError, "media"):
+        MediaFolder(tmp_path).put([png(1)])

@@ -1,15 +1,21 @@
 """Groups in checkpoints: exactly what they were."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from PIL import Image
 
+from roll_core.data.media import image_media
+from roll_core.data.pack import sample_of
+from roll_core.data.rollouts import sample_of_rollout
+from roll_core.runtime.records.media_folder import MediaFolder
 from roll_core.runtime.rollout.recording import group_from, outputs_from, saved_group, saved_outputs
 from roll_core.spec.rollout import Prompt
-from roll_core.types import CompletionOutput, Group, Reward, Sample
+from roll_core.types import CompletionOutput, Group, Reward, Rollout, Sample, TurnRecord
 
 PROMPT = Prompt(id="7/1", tokens=np.array([1, 2]), text="?", tag="maß", metadata={"answer": object()})
 REWARDS = st.one_of(
@@ -55,6 +61,43 @@ def test_a_group_survives_json_bit_for_bit(logprobs, reward, finish, experts):
         else:
             assert (other.routed_experts.dtype, other.routed_experts.shape) == (experts.dtype, experts.shape)
             assert np.array_equal(other.routed_experts, experts)
+
+
+def turn(number, *media):
+    return TurnRecord(
+        parent=number - 1 if number else None,
+        context_ids=np.array([1, 2]) + number,
+        media=media,
+        sampled_ids=np.array([3]),
+        logprobs=np.array([-0.5], dtype=np.float32),
+        loss_mask=np.array([True]),
+        versions=np.array([1], dtype=np.int32),
+        finish_reason="stop",
+    )
+
+
+def test_images_of_turns_are_saved_as_files(tmp_path):
+    one, other = (image_media(Image.new("RGB", (2, 2), colour)) for colour in ("red", "blue"))
+    rollout = Rollout(turns=(turn(0, one, other), turn(1), turn(2, one)))
+    sample = sample_of_rollout(rollout, id="7/1/0", group_id="7/1", finish_reason="stop")
+    assert sample.media == (one, other, one)
+    text = json.dumps(saved_group(Group(id="7/1", samples=(sample,)), MediaFolder(tmp_path)))
+    assert len(list((tmp_path / "media").iterdir())) == 2
+    (restored,) = group_from(json.loads(text), PROMPT, MediaFolder(tmp_path)).samples
+    assert [image.read() for image in restored.media] == [one.data, other.data, one.data]
+    assert [len(record.media) for record in restored.rollout.turns] == [2, 0, 1]
+
+
+def test_images_of_prompts_are_those_of_the_rows():
+    image = image_media(Image.new("RGB", (2, 2)))
+    prompt = replace(PROMPT, media=(image,))
+    output = CompletionOutput(
+        token_ids=np.array([5]), logprobs=np.zeros(1, np.float32), versions=np.ones(1, np.int32), finish_reason="stop"
+    )
+    sample = sample_of(output, id="7/1/0", group_id="7/1", prompt_ids=prompt.tokens, media=prompt.media)
+    text = json.dumps(saved_group(Group(id="7/1", samples=(sample,))))
+    assert image.digest not in text
+    assert group_from(json.loads(text), prompt).samples[0].media == (image,)
 
 
 def test_partial_and_unstarted_outputs_survive_saving():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from roll_core.data.encode import Encoder
+from roll_core.data.encode import Encoder, media_of
 from roll_core.data.rows import Row, Rows, messages_of, tools_of
 from roll_core.errors import DataError, InvalidCompletionError
 from roll_core.pipelines.experience import without_experts
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.spec.pipeline import Run
-    from roll_core.types import Sample, TokenIds, TrainSequence
+    from roll_core.types import Media, Sample, TokenIds, TrainSequence
     from roll_pipeline_distill.config import DistillConfig
 
 T = TypeVar("T")
@@ -167,16 +167,19 @@ class Teachers:
         """The sequence with the teacher's prompt instead of its own."""
         if self.encoder is None:
             return sequence
-        prompt = self._prompt(source)
         start = prompt_length(sequence)
+        if self.encoder.is_media(sequence.tokens[start:]).any():
+            raise DataError(f"{source.where}: teacher_prompt replaces the prompt, but an image follows the first reply")
+        prompt, media = self._prompt(source, sequence.media)
         mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), sequence.loss_mask[start:]])
         ids = sequence.gather_ids
         if ids is not None:
             ids = np.concatenate([np.zeros((len(prompt), ids.shape[1]), dtype=np.int64), ids[start:]])
         tokens = np.concatenate([prompt, sequence.tokens[start:]])
-        return replace(_bare(sequence), tokens=tokens, loss_mask=mask, gather_ids=ids)
+        return replace(_bare(sequence), tokens=tokens, media=media, loss_mask=mask, gather_ids=ids)
 
-    def _prompt(self, source: Source) -> TokenIds:
+    def _prompt(self, source: Source, media: tuple[Media, ...]) -> tuple[TokenIds, tuple[Media, ...]]:
+        """The teacher's prompt, which has the images `media` of the student's prompt, if any."""
         column = self.config.teacher_prompt
         if self.encoder is None or column is None:
             raise AssertionError("the teacher has the student's prompt")
@@ -184,11 +187,15 @@ class Teachers:
         if not value:
             raise DataError(f"{source.where}: column {column!r} (teacher_prompt) is missing or empty")
         keys = {"messages": column} if isinstance(value, list) else {"messages": None, "prompt": column}
+        values = dict(source.values)
+        if media:
+            images = self.data.images or "images"
+            keys["images"], values[images] = images, list(media)
         data = self.data.model_copy(update=keys)
-        row = Row(id="", tag=source.tag, where=source.where, values=source.values)
-        rows = Rows([(source.where, [source.values])], data)
-        messages = messages_of(row, data, rows, response=False)
-        return self.encoder.prompt(messages, source.where, tools_of(row, data, rows))[1]
+        row = Row(id="", tag=source.tag, where=source.where, values=Columns(values))
+        rows = Rows([(source.where, [values])], data)
+        messages = self.encoder.load_images(messages_of(row, data, rows, response=False), source.where, row.folder)
+        return self.encoder.prompt(messages, source.where, tools_of(row, data, rows))[1], media_of(messages)
 
 
 async def _served(run: Run, role: str, sequences: Sequence[TrainSequence], *, topk: int) -> ScoredSequences:
@@ -196,7 +203,12 @@ async def _served(run: Run, role: str, sequences: Sequence[TrainSequence], *, to
     once = SamplingParams(max_new_tokens=1)
     requests = [
         GenerateRequest(
-            id=f"{sequence.id}/teacher", prompt_ids=sequence.tokens, params=once, prompt_logprobs=True, prompt_topk=topk
+            id=f"{sequence.id}/teacher",
+            prompt_ids=sequence.tokens,
+            media=sequence.media,
+            params=once,
+            prompt_logprobs=True,
+            prompt_topk=topk,
         )
         for sequence in sequences
     ]
@@ -265,8 +277,14 @@ def prompt_length(sequence: TrainSequence) -> int:
 
 
 def _bare(sequence: TrainSequence) -> TrainSequence:
-    """Only id, tokens and mask of a sequence."""
-    return type(sequence)(id=sequence.id, tokens=sequence.tokens, loss_mask=sequence.loss_mask, group=sequence.group)
+    """Only id, tokens, images and mask of a sequence."""
+    return type(sequence)(
+        id=sequence.id,
+        tokens=sequence.tokens,
+        media=sequence.media,
+        loss_mask=sequence.loss_mask,
+        group=sequence.group,
+    )
 
 
 def _sampled_from_teacher(sequence: TrainSequence) -> TrainSequence:

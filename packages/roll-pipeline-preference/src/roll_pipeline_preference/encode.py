@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.data.encode import Counts, Encoder, Overlong, report_counts
+from roll_core.data.encode import Counts, Encoder, Overlong, media_of, report_counts
 from roll_core.data.rows import are_chats, tools_of
 from roll_core.errors import DataError
 from roll_core.types import TrainSequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from roll_core.data.rows import Message, Row, Rows
     from roll_core.spec.config import DataArguments
-    from roll_core.types import Floats
+    from roll_core.types import Floats, Media
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +67,15 @@ def encode_pairs(
     for row in rows:
         prompt, *responses = pair_of(row, data, rows)
         value = margin_of(row, margin, rows) if margin is not None else 0.0
-        encoded: list[tuple[Any, Any] | None] = []
+        encoded: list[tuple[Any, Any, tuple[Media, ...]] | None] = []
         for response in responses:
             encoded.append(encode(row, prompt, response))
             if encoded[-1] is None:
                 break  # the pair is dropped, and counted once
         if encode.keeps(row, encoded):
-            (tokens, mask), (other, other_mask) = (pair for pair in encoded if pair is not None)
-            sequences.append(_sequence(f"{row.id}/chosen", tokens, mask, chosen=True, margin=value))
-            sequences.append(_sequence(f"{row.id}/rejected", other, other_mask, chosen=False))
+            one, other = (response for response in encoded if response is not None)
+            sequences.append(_sequence(f"{row.id}/chosen", *one, chosen=True, margin=value))
+            sequences.append(_sequence(f"{row.id}/rejected", *other, chosen=False))
     report_counts("pairs", rows, encode.counts)
     return sequences, encode.counts
 
@@ -123,9 +123,12 @@ def mismatched(sequences: Sequence[TrainSequence], where: str) -> list[TrainSequ
     all sequences have the same prompt.
     """
     starts = [int(sequence.loss_mask.argmax()) for sequence in sequences]
-    prompts = [sequence.tokens[:start].tobytes() for sequence, start in zip(sequences, starts, strict=True)]
+    prompts = [
+        (sequence.tokens[:start].tobytes(), [media.digest for media in sequence.media])
+        for sequence, start in zip(sequences, starts, strict=True)
+    ]
     count = len(sequences)
-    if len(set(prompts)) < 2:
+    if all(prompt == prompts[0] for prompt in prompts):
         raise DataError(
             f"{where} and all other rows have the same prompt, expected at least two prompts for the KL term of kto:"
             " add rows, or use loss_type: apo_zero_unpaired"
@@ -138,6 +141,7 @@ def mismatched(sequences: Sequence[TrainSequence], where: str) -> list[TrainSequ
         TrainSequence(
             id=f"{sequence.id}/mismatched",
             tokens=np.concatenate([sequence.tokens[: starts[i]], sequences[j].tokens[starts[j] :]]),
+            media=sequence.media,
             loss_mask=np.concatenate([sequence.loss_mask[: starts[i]], sequences[j].loss_mask[starts[j] :]]),
         )
         for i, (sequence, j) in enumerate(zip(sequences, partner, strict=True))
@@ -160,8 +164,10 @@ class _PreferenceEncoder:
         self.rows, self.data, self.counts = rows, data, PairCounts()
         self.prompt_length, self.response_length, self.overlong = prompt_length, response_length, overlong
 
-    def __call__(self, row: Row, prompt: list[Message], response: list[Message]) -> tuple[Any, Any] | None:
-        """Tokens and mask of the response's own tokens. None, counted, if the row is too long.
+    def __call__(
+        self, row: Row, prompt: list[Message], response: list[Message]
+    ) -> tuple[Any, Any, tuple[Media, ...]] | None:
+        """Tokens, mask of the response's own tokens, and images. None, counted, if the row is dropped.
 
         Raises `DataError` for the first row with messages if the tokenizer has no chat template.
         """
@@ -172,8 +178,13 @@ class _PreferenceEncoder:
             raise DataError(
                 f"{row.where}: a message of a response has weight 0, but preferences train all of a response"
             )
+        if media_of(response):
+            raise DataError(f"{row.where}: a response has an image, but only prompts of preferences have images")
+        loaded = self.counts.load_images(self.encoder, prompt, row, self.data)
+        if loaded is None:
+            return None
         tools = tools_of(row, self.data, self.rows)
-        tokens, mask = self.encoder.conversation([*prompt, *response], row.where, tools, context=len(prompt))
+        tokens, mask = self.encoder.conversation([*loaded, *response], row.where, tools, context=len(prompt))
         start = int(mask.argmax())
         if start == 0:
             raise DataError(f"{row.where}: the prompt has no token")
@@ -186,15 +197,15 @@ class _PreferenceEncoder:
                 self.counts.overlong_responses += 1
                 return None
             self.counts.truncated_responses += 1
-        return tokens[:end], mask[:end]
+        return tokens[:end], mask[:end], media_of(loaded)
 
-    def keeps(self, row: Row, responses: Sequence[tuple[Any, Any] | None]) -> bool:
+    def keeps(self, row: Row, responses: Sequence[tuple[Any, Any, tuple[Media, ...]] | None]) -> bool:
         """Count the row, and return True if all its responses were encoded and differ."""
         encoded = [response for response in responses if response is not None]
         if len(encoded) < len(responses):
             return False
         if len(encoded) == 2:
-            (tokens, mask), (other, other_mask) = encoded
+            (tokens, mask, _), (other, other_mask, _) = encoded
             start = int(mask.argmax())
             if start != int(other_mask.argmax()) or not np.array_equal(tokens[:start], other[:start]):
                 raise DataError(
@@ -209,7 +220,14 @@ class _PreferenceEncoder:
 
 
 def _sequence(
-    id: str, tokens: Any, mask: Any, *, chosen: bool, margin: float = 0.0, counted: bool = False
+    id: str,
+    tokens: Any,
+    mask: Any,
+    media: tuple[Media, ...],
+    *,
+    chosen: bool,
+    margin: float = 0.0,
+    counted: bool = False,
 ) -> TrainSequence:
     last = np.zeros(len(tokens), dtype=np.float32)
     streams: dict[str, Floats] = {CHOSEN: mask.astype(np.float32) if chosen else last.copy()}
@@ -218,4 +236,4 @@ def _sequence(
         streams[MARGIN] = last * np.float32(margin)
     if counted and chosen:
         streams[DESIRABLE] = last
-    return TrainSequence(id=id, tokens=tokens, loss_mask=mask, streams=streams)
+    return TrainSequence(id=id, tokens=tokens, media=media, loss_mask=mask, streams=streams)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from roll_core.data.rows import messages_of, need_column, stored_messages, text_of
+from roll_core.data.rows import messages_of, need_column, stored_messages, text_of, with_images
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -89,9 +89,10 @@ def _conversation(row: Row, column: str, data: DataArguments, rows: Rows) -> lis
     if isinstance(row.values.get(column), list):
         column_data = data.model_copy(update={"messages": column, "system": None if prompt_is_chat else data.system})
         messages = [
-            *(stored_messages(row, as_chat, rows) if prompt_is_chat else ()),
-            *stored_messages(row, column_data, rows),
+            *(stored_messages(row, as_chat, rows, images=False) if prompt_is_chat else ()),
+            *stored_messages(row, column_data, rows, images=False),
         ]
+        messages = with_images(messages, row, data)
     else:
         prompt = messages_of(row, as_chat if prompt_is_chat else data, rows, response=False)
         messages = [*prompt, {"role": "assistant", "content": text_of(row, column, rows)}]

@@ -5,6 +5,7 @@ If the function hangs, crashes or raises, the sample's reward is a failure. It i
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.data.media import with_parts
 from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailure
 from roll_core.reward_pool import RewardPool
 from roll_core.reward_process import describe
@@ -34,7 +36,8 @@ class FunctionReward(RewardFunction):
     """Calls `f(prompt, response, **metadata)`, which returns a number, a `Reward`, or a dict with `value`.
 
     Only columns that the function names as parameters are passed, or all columns if it takes `**metadata`. Functions
-    written for TRL, verl or OpenRLHF are called as there, see `user_function`.
+    written for TRL, verl or OpenRLHF are called as there, see `user_function`. Functions with a parameter `images` get
+    the sample's images, as a list of Pillow's.
     """
 
     config: FunctionConfig
@@ -71,7 +74,8 @@ class FunctionReward(RewardFunction):
         arguments: dict[str, Any] = {
             "prompt": request.prompt,
             "response": request.response,
-            "messages": [dict(message) for message in request.messages],
+            "messages": with_parts(request.messages, data=False),
+            "images": [base64.b64encode(media.read()).decode("ascii") for media in request.sample.media],
             "completion_ids": request.sample.response_ids.tolist(),
         }
         if self._pool is None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.data.encode import media_of
+from roll_core.data.media import with_parts
 from roll_core.data.reasoning import answer_of
 from roll_core.errors import RewardFailure
 from roll_core.spec.rollout import EngineReward, RewardFunction
@@ -45,7 +47,7 @@ class JudgeReward(RewardFunction):
         url = config.judge_api_url.rstrip("/") + "/chat/completions"
         message = {
             "model": config.judge_model_name,
-            "messages": judging_messages(config, request),
+            "messages": with_parts(judging_messages(config, request), data=True),
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
         }
@@ -61,7 +63,7 @@ class JudgeModelReward(EngineReward):
     config: JudgeModelConfig
 
     @override
-    def messages(self, request: RewardRequest) -> Sequence[Mapping[str, str]]:
+    def messages(self, request: RewardRequest) -> Sequence[Mapping[str, Any]]:
         return judging_messages(self.config, request)
 
     @override
@@ -69,18 +71,23 @@ class JudgeModelReward(EngineReward):
         return reward_of(self.config, list(zip(request.replies, request.reply_finish_reasons, strict=True)))
 
 
-def judging_messages(config: JudgingConfig, request: RewardRequest) -> list[dict[str, str]]:
-    """The message to the judge: `judge_prompt` with its placeholders replaced. Raises `RewardFailure`."""
+def judging_messages(config: JudgingConfig, request: RewardRequest) -> list[dict[str, Any]]:
+    """The message to the judge: `judge_prompt` with its placeholders replaced. Raises `RewardFailure`.
+
+    The prompt of a sample with images is the texts of its messages, with the images at their places.
+    """
     column = config.ground_truth
     if "{ground_truth}" in config.judge_prompt and column not in request.metadata:
         raise RewardFailure(f"judge_prompt needs the column {column!r}, which the row lacks")
+    media = media_of(request.messages) if "{prompt}" in config.judge_prompt else ()
     values = {
-        "prompt": request.prompt,
+        "prompt": "\n\n".join(message["content"] for message in request.messages) if media else request.prompt,
         "response": request.response,
         "ground_truth": str(request.metadata.get(column, "")),
     }
     # All at once: a response that contains a placeholder stays as it is.
-    return [{"role": "user", "content": PLACEHOLDER.sub(lambda match: values[match[1]], config.judge_prompt)}]
+    content = PLACEHOLDER.sub(lambda match: values[match[1]], config.judge_prompt)
+    return [{"role": "user", "content": content, **({"media": media} if media else {})}]
 
 
 def reward_of(config: JudgingConfig, replies: Sequence[tuple[str, str | None]]) -> Reward:

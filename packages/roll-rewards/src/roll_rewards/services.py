@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from roll_core.data.media import with_parts
 from roll_core.errors import RewardFailure
 from roll_core.http_requests import open_within
 from roll_core.spec.rollout import RewardFunction
@@ -90,7 +91,7 @@ class HttpReward(RewardFunction):
             "id": request.sample.id,
             "prompt": request.prompt,
             "response": request.response,
-            "messages": [dict(message) for message in request.messages],
+            "messages": with_parts(request.messages, data=True),
             "metadata": dict(request.metadata),
         }
         reply = post(config.url, message, config.api_key, config.timeout_s)

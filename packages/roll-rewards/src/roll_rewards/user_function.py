@@ -14,8 +14,10 @@ Child processes import this module too, so it imports nothing heavy.
 
 from __future__ import annotations
 
+import base64
 import importlib
 import inspect
+import io
 import json
 import math
 import numbers
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+IMAGES = "images"
+"""Parameter of functions that read the images of a sample."""
 RewardValues = dict[str, Any]
 """`value`, `failure` and `detail` of a `Reward`, as plain values."""
 
@@ -36,9 +40,11 @@ RewardValues = dict[str, Any]
 def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
     """Build the function that scores a sample by calling `options["function"]`.
 
-    The sample is `(prompt, response, metadata, messages, completion_ids)`. Raises any exception of importing the user's
-    module, and AttributeError if it has no such function. Raises TypeError if the function cannot be called as
-    `options["signature"]` requires, or needs a column that is not in `options["columns"]`.
+    The sample is `(prompt, response, metadata, messages, completion_ids, images)`; images are base64.
+
+    Raises any exception of importing the user's module, and AttributeError if it has no such function. Raises TypeError
+    if the function cannot be called as `options["signature"]` requires, or needs a column that is not in
+    `options["columns"]`.
     """
     name = options["function"]
     module, _, path = name.partition(":")
@@ -60,12 +66,16 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
         raise TypeError(f"{name} has no labels: remove `label`, or set signature: openrlhf")
     adapter = _ADAPTERS.get(called)
     if adapter is None:
-        accepts = _check_signature(name, function)
+        accepts, takes_images = _check_signature(name, function), IMAGES in _parameters(function)
         if options.get("columns") is not None:
             _check_columns(name, function, accepts, options["columns"])
 
-        def score(prompt: str, response: str, metadata: Mapping[str, Any], **others: Any) -> RewardValues:
+        def score(
+            prompt: str, response: str, metadata: Mapping[str, Any], images: Sequence[str] = (), **others: Any
+        ) -> RewardValues:
             chosen = {key: value for key, value in metadata.items() if accepts(key)}
+            if takes_images and (images or IMAGES not in metadata):
+                chosen[IMAGES] = _images(images)
             try:
                 answer = function(prompt, response, **chosen)
             except Exception as error:
@@ -76,6 +86,13 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
 
         return score
     return adapter(name, function, options.get("columns"))
+
+
+def _images(images: Sequence[str]) -> list[Any]:
+    """Images of Pillow, in RGB, from base64."""
+    from PIL import Image
+
+    return [Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB") for image in images]
 
 
 def check(
@@ -178,7 +195,7 @@ def _check_columns(name: str, function: Any, accepts: Callable[[str], bool], col
         if parameter.default is parameter.empty and parameter.kind not in variadic
     ]
     for column in required:
-        if accepts(column) and column not in columns:
+        if accepts(column) and column not in (*columns, IMAGES):
             raise TypeError(f"{name} needs a column {column!r}, but the rows have {', '.join(sorted(columns))}")
 
 
@@ -201,11 +218,17 @@ def _trl(name: str, function: Any, columns: Collection[str] | None) -> Callable[
     If a column of the row has chat messages, the prompt and the completion are messages; otherwise they are texts.
     """
     reserved = {"prompt", "completion"}
-    accepts = _accepted(name, function, {"prompts", "completions", "completion_ids"}, columns, reserved)
+    takes_images = IMAGES in _parameters(function)
+    accepts = _accepted(name, function, {"prompts", "completions", "completion_ids", IMAGES}, columns, reserved)
     run = _Runner(function)
 
     def score(
-        prompt: str, response: str, metadata: Mapping[str, Any], messages: Sequence[Any], completion_ids: Sequence[int]
+        prompt: str,
+        response: str,
+        metadata: Mapping[str, Any],
+        messages: Sequence[Any],
+        completion_ids: Sequence[int],
+        images: Sequence[str] = (),
     ) -> RewardValues:
         chat = any(_is_chat(_of_json(value)) for value in metadata.values())
         text = messages[-1]["content"] if messages else prompt
@@ -213,6 +236,8 @@ def _trl(name: str, function: Any, columns: Collection[str] | None) -> Callable[
         arguments["prompts"] = [list(messages) if chat else text]
         arguments["completions"] = [[{"role": "assistant", "content": response}] if chat else response]
         arguments["completion_ids"] = [list(completion_ids)]
+        if takes_images and (images or IMAGES not in metadata):
+            arguments[IMAGES] = [_images(images)]
         answer = run({key: value for key, value in arguments.items() if accepts(key)})
         answer = answer.tolist() if hasattr(answer, "tolist") else answer
         if not isinstance(answer, (list, tuple)):

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from roll_core.config import load
 from roll_core.config.explain import findings as findings_of
-from roll_core.data.encode import Encoder, tokenizer_texts
+from roll_core.data.encode import Encoder, media_of, tokenizer_texts
 from roll_core.data.end_tokens import saved_end_ids
+from roll_core.data.processor import processor_of
 from roll_core.data.rows import first_rows, format_of, has_response, messages_of, read_rows, tools_of
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from roll_core.data.rows import Row, Rows
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RunConfig
+    from roll_core.types import Media, TokenIds
     from roll_tools.data_audit import ReadRows
 
 
@@ -99,6 +101,8 @@ def _show(findings: Sequence[AuditFinding], rows: Sequence[MaskedRow]) -> None:
         console.print(Text("\nread by the model, ", style="dim").append("⟦trained⟧", style="bold green"))
     for row in rows:
         line = Text(f"{row.where}\n", style="dim")
+        for image in row.images:
+            line.append(f"{image}\n", style="cyan")
         for text, trained in row.pieces:
             line.append(f"⟦{text}⟧" if trained else text, style="bold green" if trained else "default")
         console.print(line)
@@ -114,7 +118,9 @@ class MaskedRow:
 
     where: str
     pieces: tuple[tuple[str, bool], ...]
-    """Texts, and True for those whose tokens are trained."""
+    """Texts, and True for those whose tokens are trained. Tokens of images are shortened."""
+    images: tuple[str, ...] = ()
+    """Sizes, number of tokens and positions of its images."""
 
 
 def shown_rows(config: RunConfig, rows: ReadRows, tokenizer: PreTrainedTokenizerBase, num: int) -> Iterator[MaskedRow]:
@@ -137,16 +143,19 @@ def masked_rows(
 
     With `on_prompt`, all tokens but the first are trained, as with `train_on_prompt`.
     """
-    encoder = Encoder(tokenizer, data)
+    encoder, processor = Encoder(tokenizer, data), processor_of(tokenizer)
+    shortened = str if processor is None else processor.shortened
     for row in rows[:num]:
         try:
             tools = tools_of(row, data, rows)
             if trains and has_response(row, data, rows):
-                tokens, mask = encoder.conversation(messages_of(row, data, rows, response=True), row.where, tools)
+                messages = encoder.load_images(messages_of(row, data, rows, response=True), row.where, row.folder)
+                tokens, mask = encoder.conversation(messages, row.where, tools)
                 if on_prompt:
-                    mask[1:] = True
+                    mask[1:] = ~encoder.is_media(tokens[1:])
             else:
-                tokens = encoder.prompt(messages_of(row, data, rows, response=False), row.where, tools)[1]
+                messages = encoder.load_images(messages_of(row, data, rows, response=False), row.where, row.folder)
+                tokens = encoder.prompt(messages, row.where, tools)[1]
                 mask = np.zeros(len(tokens), dtype=np.bool_)
         except DataError:
             continue
@@ -155,13 +164,24 @@ def masked_rows(
         ends = [encoder.decode(tokens[:cut].tolist()) for cut in cuts]
         pieces = [
             (
-                after.removeprefix(before) if after.startswith(before) else encoder.decode(tokens[a:b].tolist()),
+                shortened(
+                    after.removeprefix(before) if after.startswith(before) else encoder.decode(tokens[a:b].tolist())
+                ),
                 bool(mask[a]),
             )
             for (a, b), (before, after) in zip(itertools.pairwise(cuts), itertools.pairwise(ends), strict=True)
             if b > a
         ]
-        yield MaskedRow(row.where, tuple(pieces))
+        yield MaskedRow(row.where, tuple(pieces), tuple(_shown_images(tokens, encoder, media_of(messages))))
+
+
+def _shown_images(tokens: TokenIds, encoder: Encoder, media: Sequence[Media]) -> Iterator[str]:
+    """One line for each image of a row: its size, its tokens and their positions."""
+    for image, positions in zip(media, encoder.places_of(tokens, media), strict=True):
+        yield (
+            f"image {image.width} x {image.height} {image.digest[:8]}: {len(positions)} tokens at {positions.start} to"
+            f" {positions.stop - 1}, not trained"
+        )
 
 
 def audit_data(

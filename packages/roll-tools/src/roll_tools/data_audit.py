@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from roll_core.config.schema import sections
-from roll_core.data.encode import Encoder
+from roll_core.data.encode import Counts, Encoder, media_of
 from roll_core.data.end_tokens import saved_end_ids, trained_end_ids
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
 from roll_core.errors import DataError, PluginLoadError, install_command
@@ -146,7 +146,9 @@ def audit_rows(
     untrained: list[Row] = []
     errors: list[DataError] = []
     long: Counter[str] = Counter()
-    without_response = 0
+    counts = Counts()
+    image_tokens: list[int] = []
+    without_response = num_images = 0
     ends = {*trained_end_ids(tokenizer), *model_ends}
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for row in rows:
@@ -154,7 +156,10 @@ def audit_rows(
             break
         try:
             if response_length is None:
-                messages = messages_of(row, data, rows, response=False)
+                loaded = counts.load_images(encoder, messages_of(row, data, rows, response=False), row, data)
+                if loaded is None:
+                    continue
+                messages = loaded
                 tokens = encoder.prompt(messages, row.where, tools_of(row, data, rows))[1]
                 is_empty = not any(_said(message) for message in messages if message["role"] == "user")
                 num_prompt = len(tokens)
@@ -162,7 +167,10 @@ def audit_rows(
                 without_response += 1
                 continue
             else:
-                messages = messages_of(row, data, rows, response=True)
+                loaded = counts.load_images(encoder, messages_of(row, data, rows, response=True), row, data)
+                if loaded is None:
+                    continue
+                messages = loaded
                 tokens, mask = encoder.conversation(messages, row.where, tools_of(row, data, rows))
                 if not mask.any():
                     untrained.append(row)
@@ -179,6 +187,9 @@ def audit_rows(
         except DataError as error:
             errors.append(error)
             continue
+        if images := media_of(messages):
+            image_tokens.append(int(encoder.is_media(tokens).sum()))
+            num_images += len(images)
         unknown += [(row, message["role"]) for message in messages if message["role"] not in ROLES][:1]
         prompts.append(num_prompt)
         long["prompt"] += num_prompt > prompt_length
@@ -188,7 +199,8 @@ def audit_rows(
         if first is not row:
             duplicates.append((first, row))
     num = len(prompts)
-    num_read = num + len(errors) + len(untrained) + without_response
+    num_dropped = counts.broken_images + counts.oversized_images
+    num_read = num + len(errors) + len(untrained) + without_response + num_dropped
     part = "" if num_read == len(rows) else f" of the first {num_read}"
 
     def finding(check: str, level: Level, status: str, remedy: str = "") -> AuditFinding:
@@ -196,6 +208,20 @@ def audit_rows(
 
     if errors:
         yield finding("encoding", "error", f"{len(errors)}{part} rows cannot be encoded; the first: {errors[0]}")
+    if image_tokens:
+        yield finding(
+            "images",
+            "ok",
+            f"{num_images} images in {len(image_tokens)}{part} rows: {_percentiles(image_tokens)} tokens in a row",
+        )
+    if num_dropped:
+        yield finding(
+            "images",
+            "warning",
+            f"{num_dropped}{part} rows are dropped: broken_images {counts.broken_images}, oversized_images"
+            f" {counts.oversized_images}",
+            "see data_args.broken_images, oversized_images and max_images",
+        )
     if untrained:
         status = f"{len(untrained)}{part} rows have no token to train on, for example {untrained[0].where}: they are"
         remedy = "every reply has weight 0, or its reasoning is removed by the chat template"

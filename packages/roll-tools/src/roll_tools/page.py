@@ -8,6 +8,9 @@ Every file may be missing, truncated or corrupted: the page shows what can be re
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import io
 import math
 import re
 import time
@@ -25,13 +28,16 @@ from roll_tools.rendering import TONES, for_script, template
 from roll_tools.saved_record import SavedRecord, is_abandoned, read_findings, read_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 _LOG_LINES = 60
 _LOG_BYTES = 200_000
 _MOST_SAMPLES = 4000
 _MOST_GRIDS = 100
+_MOST_THUMBNAILS, _THUMBNAIL = 64, 128
+"""Number of images of samples in a report, and their largest side in pixels."""
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _MOST_CHARS = 6000
 _SAMPLE_FIELDS = (
@@ -49,6 +55,7 @@ def write_report(run: Path) -> Path:
     metrics = read_metrics(run_dir.metrics)
     key_charts, sections = charts_of(metrics)
     samples, samples_left_out = _samples(run_dir.samples)
+    thumbnails = _thumbnails(run_dir.media, samples)
     redacted = Redactor().text
     html = template("report.html.j2").render(
         record=record,
@@ -65,6 +72,7 @@ def write_report(run: Path) -> Path:
         time=tables.time_table(record, metrics),
         memory=tables.memory_rows(read_memory(run_dir)),
         samples_json=for_script(safe(samples)),
+        thumbnails_json=for_script(thumbnails),
         samples=samples,
         samples_left_out=samples_left_out,
         grids=_grids(run_dir.images),
@@ -95,6 +103,26 @@ def _samples(path: Path) -> tuple[list[dict[str, Any]], int]:
     return samples, total - len(samples)
 
 
+def _thumbnails(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Data URLs of small copies of the samples' images, by digest: at most `_MOST_THUMBNAILS`, of the last steps.
+
+    Images that are missing or cannot be decoded have none, and without Pillow there are none.
+    """
+    shown = [image["digest"] for sample in reversed(samples) for image in sample.get("images", ())]
+    thumbnails: dict[str, str] = {}
+    with contextlib.suppress(ImportError):
+        from PIL import Image
+
+        for digest in list(dict.fromkeys(shown))[:_MOST_THUMBNAILS]:
+            file = io.BytesIO()
+            with contextlib.suppress(OSError, ValueError, SyntaxError):
+                image = Image.open(folder / digest).convert("RGB")
+                image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+                image.save(file, format="PNG")
+                thumbnails[digest] = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
+    return thumbnails
+
+
 def _grids(path: Path) -> list[dict[str, Any]]:
     """Grids of images by step and split, at most `_MOST_GRIDS`, spread evenly over the run. Skips damaged rows."""
     grids = []
@@ -112,12 +140,23 @@ def _is_image(value: Any) -> bool:
     return isinstance(png, str) and _BASE64.fullmatch(png) is not None and isinstance(value.get("caption"), str)
 
 
+def _is_reference(value: Any) -> bool:
+    """True for an image of `samples.jsonl`, whose digest names a file."""
+    digest = value.get("digest") if isinstance(value, dict) else None
+    sizes = [value.get("width"), value.get("height")] if isinstance(value, dict) else []
+    return (
+        isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None and all(type(size) is int for size in sizes)
+    )
+
+
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {name: _shortened(row[name]) for name in _SAMPLE_FIELDS if row.get(name) not in (None, "")}
     if isinstance(turns := row.get("turns"), list):
         shown["turns"] = [
             {name: _shortened(value) for name, value in turn.items()} for turn in turns if isinstance(turn, dict)
         ]
+    if isinstance(images := row.get("images"), list) and all(map(_is_reference, images)):
+        shown["images"] = images
     for name in ("metadata", "detail"):
         if isinstance(row.get(name), dict):
             shown[name] = {key: _shortened(value) for key, value in row[name].items()}

@@ -17,18 +17,22 @@ from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
 from roll_core.config.schema import sections
-from roll_core.data.rows import Rows, are_chats, file_names, first_rows, messages_of, need_column
+from roll_core.data.processor import has_processor
+from roll_core.data.rows import Rows, are_chats, file_names, first_rows, has_images, messages_of, need_column
 from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
-from roll_core.errors import DataError
+from roll_core.errors import DataError, ModelError
 from roll_core.spec.config import DataArguments, RewardConfig, RewardKeys, WorkerConfig
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
+from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_core.types import IMAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from roll_core.config.source import KeyPath
     from roll_core.data.rows import Row
+    from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RunConfig
 
 FIRST_ROWS = 100
@@ -50,7 +54,7 @@ class FileCheck:
         """Experiment directories of the earlier configs."""
 
     def __call__(
-        self, schema: type[RunConfig], data: Mapping[Any, Any], config: RunConfig | None = None
+        self, schema: type[RunConfig], data: Mapping[Any, Any], config: RunConfig | None, registry: Registry
     ) -> list[Finding]:
         """Return the mistakes in the values given for `schema`; values that are invalid themselves are skipped."""
         findings = list(self._models(schema, data))
@@ -64,6 +68,8 @@ class FileCheck:
         rows: dict[KeyPath, list[Rows]] = {}
         for path, arguments in _data_arguments(schema, data):
             findings += self._rows(path, arguments, schema, data, rows)
+        if where := _place_of_images(schema, data, rows):
+            findings += self._images(where, schema, data, registry)
         findings += self._rewards(schema, data, rows)
         output, name = (data.get(key, schema.model_fields[key].default) for key in ("output_dir", "exp_name"))
         if isinstance(output, str) and isinstance(name, str):
@@ -221,6 +227,48 @@ class FileCheck:
 
         return count
 
+    def _images(
+        self, where: str, schema: type[RunConfig], data: Mapping[Any, Any], registry: Registry
+    ) -> Iterator[Finding]:
+        """Yield a mistake for each role that cannot read the images of rows, and for a model without a processor."""
+        roles: dict[KeyPath, tuple[str, Any]] = {
+            path: (worker.kind, role.get("strategy_args"))
+            for path, worker, role in sections(schema, dict(data), WorkerConfig)
+        }
+        for path, reward in _rewards(data).items():
+            strategy = reward.strategy_args
+            roles[path] = (reward.kind, None if strategy is None else strategy.model_dump())
+        for path, (kind, arguments) in roles.items():
+            name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
+            known: Sequence[InferProvider] | Sequence[TrainProvider] = (
+                registry.providers(InferProvider) if kind == "generate" else registry.providers(TrainProvider)
+            )
+            provider = next((provider for provider in known if provider.name == name), None)
+            if kind == "reward" or provider is None or provider.capabilities.images:
+                continue
+            able = [
+                other.name
+                for other in known
+                if other.capabilities.images and not (kind == "train" and getattr(other, "forward_only", False))
+            ]
+            message = f"{name} does not read images, but {where}"
+            hint = f"strategies that read images: {', '.join(able) or 'none'}"
+            yield Finding((*path, "strategy_args", "strategy_name"), message, hint, code="ROLL-C017")
+        source = self._tokenizer_source(schema, data)
+        if data.get("tokenizer") is not None:
+            message = (
+                f"makes a tokenizer, but {where}, which only the processor beside a model's own tokenizer can read"
+            )
+            yield Finding(("tokenizer",), message, "remove it, and name a model with images", code="ROLL-C040")
+        elif source is not None and os.path.isdir(source):
+            try:
+                lacks = "" if has_processor(source) else "has no processor (preprocessor_config.json): it reads text"
+            except ModelError as error:
+                lacks = str(error)
+            if lacks:
+                message = f"{where}, but {source} {lacks}"
+                yield Finding(("pretrain",), message, "name a model with images and its processor", code="ROLL-C040")
+
     def _rewards(
         self, schema: type[RunConfig], data: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
     ) -> list[Finding]:
@@ -292,6 +340,17 @@ def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterato
             continue
 
 
+def _place_of_images(schema: type[RunConfig], values: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]) -> str:
+    """Where the data of a run have images; empty if nowhere."""
+    for path, data in _data_arguments(schema, values):
+        if data.images is not None:
+            return f"{'.'.join(path)}.images names a column of images"
+        for row in (row for file_rows in rows.get(path, ()) for row in file_rows):
+            if has_images(row, data):
+                return f"{row.where} has an image"
+    return ""
+
+
 def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tuple[str, ...]) -> Iterator[Finding]:
     if needed and data.messages is not None:
         needed = ("messages",)
@@ -327,7 +386,7 @@ def _overlong(
     messages = messages_of(row, data, rows, response=response)
     begin = trained_replies(messages)[0] if response and trained_replies(messages) else len(messages)
     for key, part in (("prompt_length", messages[:begin]), ("response_length", messages[begin:])):
-        text = "".join(message["content"] for message in part)
+        text = "".join(message["content"].replace(IMAGE, "") for message in part)
         # Texts of few bytes have few tokens, and need no tokenizer.
         if key in limits and len(text.encode()) > limits[key] and (length := count(text)) > limits[key]:
             return key, length

@@ -65,7 +65,7 @@ TOOLS_HINT = (
     " (tokenizer.chat_template)"
 )
 
-ExtraCheck = Callable[[type[RunConfig], "Mapping[Any, Any]", RunConfig | None], Iterable[Finding]]
+ExtraCheck = Callable[[type[RunConfig], "Mapping[Any, Any]", RunConfig | None, "Registry"], Iterable[Finding]]
 """Finds further mistakes in the values for a pipeline's schema; rewards are already validated, keys may be invalid. The
 config is None if it has mistakes."""
 
@@ -103,7 +103,7 @@ def validate(
     config, mistakes = validate_all(schema, data, owner, composed.broken)
     parts.findings += mistakes
     if extra_check is not None:
-        parts.findings += extra_check(schema, data, None if parts.findings else config)
+        parts.findings += extra_check(schema, data, None if parts.findings else config, registry)
     if parts.findings or config is None or composed.problems:
         raise _error(parts, schema)
     unchecked = [f"{', '.join(roles)}: the model's architecture: {why}" for why, roles in parts.unchecked.items()]

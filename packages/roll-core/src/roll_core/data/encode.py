@@ -17,7 +17,7 @@ from roll_core.data.media import OversizedImageError, load_image
 from roll_core.data.processor import processor_of
 from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages, text_of, tools_of
 from roll_core.data.templates import JinjaTemplate, Segment, Template, load_template, texts_of, trained_replies
-from roll_core.errors import DataError
+from roll_core.errors import DataError, ModelError
 from roll_core.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Counts:
         return ", ".join(text for text in named if not text.startswith("0 "))
 
 
-def media_of(messages: Sequence[Message]) -> tuple[Media, ...]:
+def media_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
     """Images of messages in the order of their places."""
     return tuple(media for message in messages for media in message.get("media", ()))
 
@@ -130,6 +130,7 @@ class Encoder:
         media = media_of(messages)
         if self._processor is None:
             if media:
+                processor_of(self.tokenizer)  # raises if the model's processor cannot be loaded
                 raise DataError(f"{where}: the row has images, but the model has no processor for them: it reads text")
             return text
         return self._processor.expand(text, media, where)
@@ -160,9 +161,26 @@ class Encoder:
         ids = () if self._processor is None else self._processor.media_token_ids
         return np.isin(tokens, np.asarray(ids, dtype=np.int64))
 
+    def places_of(self, tokens: TokenIds, media: Sequence[Media]) -> list[range]:
+        """Positions from the first to the last token of each image in a sequence."""
+        if self._processor is None:
+            return []
+        image = self._processor.image_token_id
+        positions = np.flatnonzero(tokens == image).tolist()
+        places = []
+        for item in media:
+            num = self._processor.num_features(item)
+            places.append(range(positions[0], positions[num - 1] + 1))
+            positions = positions[num:]
+        return places
+
     @cached_property
     def _processor(self) -> Processor | None:
-        return processor_of(self.tokenizer)
+        try:
+            return processor_of(self.tokenizer)
+        except ModelError as error:
+            log.warning("the model reads text alone: %s", error)
+            return None
 
     def conversation(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = (), *, context: int = 0

@@ -22,9 +22,11 @@ from urllib.parse import unquote
 import numpy as np
 
 from roll_core.errors import DataError, MissingRequirementError
-from roll_core.types import Media, media_digest
+from roll_core.types import IMAGE, Media, media_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from PIL import Image
 
     from roll_core.spec.config import DataArguments
@@ -45,11 +47,13 @@ class OversizedImageError(DataError):
 
 
 def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Media:
-    """The image that a row has as `value`: a path, bytes, base64, a data URL, or a mapping with `bytes` or `path`.
+    """The image that a row has as `value`: a path, bytes, base64, a data URL, a mapping with one of `KEYS`, or itself.
 
     `folder` is that of the row's file. Raises `DataError` for an image that is missing, corrupt, animated or outside of
     `data.image_roots`, and `OversizedImageError`.
     """
+    if isinstance(value, Media):
+        return value
     if isinstance(value, dict):
         value = next((value[key] for key in KEYS if value.get(key)), None)
     path = ""
@@ -74,6 +78,34 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
     if stored is not raw:
         path = _kept(stored, digest)
     return Media(digest=digest, width=image.width, height=image.height, path=path, data=b"" if path else stored)
+
+
+def with_parts(messages: Sequence[Mapping[str, Any]], *, data: bool) -> list[dict[str, Any]]:
+    """Messages in the format of OpenAI's API. A content with images is a list of parts.
+
+    Parts of type image have their image as a data URL (`image_url`) with `data`, and only their place without it.
+    """
+    return [_with_parts(message, data) for message in messages]
+
+
+def _with_parts(message: Mapping[str, Any], data: bool) -> dict[str, Any]:
+    plain = {key: value for key, value in message.items() if key != "media"}
+    if not message.get("media"):
+        return plain
+    first, *texts = message["content"].split(IMAGE)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+    for media, text in zip(message["media"], texts, strict=True):
+        url = {"image_url": {"url": _data_url(media)}}
+        parts += [{"type": "image_url", **url} if data else {"type": "image"}, {"type": "text", "text": text}]
+    return plain | {"content": [part for part in parts if part.get("text", " ")]}
+
+
+def _data_url(media: Media) -> str:
+    from PIL import Image
+
+    raw = media.read()
+    kind = Image.open(io.BytesIO(raw)).get_format_mimetype()
+    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
 
 
 def image_media(image: Image.Image) -> Media:

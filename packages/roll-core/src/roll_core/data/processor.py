@@ -12,6 +12,7 @@ Trainer, engine and driver load it from the run's tokenizer directory.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class Processor:
             map(str, tokenizer.convert_ids_to_tokens(list(self.media_token_ids)))
         )
         """Their texts."""
+        self._runs = re.compile(rf"({'|'.join(map(re.escape, self.media_tokens))})\1+")
         self._texts: dict[tuple[int, int], str] = {}
         """Tokens of images by width and height, on which alone they depend."""
         self._cache: OrderedDict[str, tuple[str, dict[str, npt.NDArray[Any]]]] = OrderedDict()
@@ -96,6 +98,10 @@ class Processor:
     def num_features(self, media: Media) -> int:
         """Number of features of an image: of the tokens with id `image_token_id`."""
         return self.tokens_of(media).count(self._image_token)
+
+    def shortened(self, text: str) -> str:
+        """Text for people, with each run of a token of images as one token and their number."""
+        return self._runs.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
 
     def inputs(self, media: Sequence[Media]) -> dict[str, npt.NDArray[Any]]:
         """Arrays of some images for the model's forward pass, concatenated in order; empty without images.
@@ -155,9 +161,26 @@ _PROCESSOR = "roll_processor"
 def processor_of(tokenizer: PreTrainedTokenizerBase) -> Processor | None:
     """Processor beside a tokenizer, loaded once; None if the model reads text alone. Raises `ModelError`."""
     if not hasattr(tokenizer, _PROCESSOR):
-        setattr(tokenizer, _PROCESSOR, _load_processor(str(tokenizer.name_or_path), tokenizer))
-    processor: Processor | None = getattr(tokenizer, _PROCESSOR)
+        loaded: Processor | ModelError | None
+        try:
+            loaded = _load_processor(str(tokenizer.name_or_path), tokenizer)
+        except ModelError as error:
+            loaded = error
+        setattr(tokenizer, _PROCESSOR, loaded)
+    processor: Processor | ModelError | None = getattr(tokenizer, _PROCESSOR)
+    if isinstance(processor, ModelError):
+        raise processor
     return processor
+
+
+def shown_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of tokens for people: with special tokens, and with runs of image tokens shortened."""
+    text = str(tokenizer.decode(ids))
+    try:
+        processor = processor_of(tokenizer)
+    except ModelError:  # rows with images report it
+        return text
+    return text if processor is None else processor.shortened(text)
 
 
 def _load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
@@ -179,6 +202,11 @@ def _load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor 
         return Processor(processor, tokenizer)
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
         raise ModelError(f"cannot load the processor {name} of {path}: {one_line(error)}") from error
+
+
+def has_processor(path: str) -> bool:
+    """True if a model's directory or hub id has a processor of images. Raises `ModelError` if it cannot be used."""
+    return _processor_class(path) is not None
 
 
 def save_processor(path: str, directory: Path) -> None:

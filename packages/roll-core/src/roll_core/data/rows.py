@@ -176,7 +176,7 @@ def messages_of(row: Row, data: DataArguments, rows: Rows, *, response: bool) ->
         messages = [{"role": "user", "content": _prompt_text(row, data, rows)}]
         if response:
             messages.append({"role": "assistant", "content": text_of(row, data.response, rows)})
-        return _with_images(_with_system(messages, row, data, rows), row, data)
+        return with_images(_with_system(messages, row, data, rows), row, data)
     messages = stored_messages(row, data, rows)
     if response and messages[-1]["role"] != "assistant":
         raise DataError(f"{row.where}: column {data.messages!r} must end with a message of the assistant")
@@ -217,8 +217,11 @@ def _with_system(messages: list[Message], row: Row, data: DataArguments, rows: R
     return [{"role": "system", "content": text_of(row, data.system, rows)}, *messages]
 
 
-def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
-    """All messages of the row: its system column, then its `messages` column (a list or JSON). Raises `DataError`."""
+def stored_messages(row: Row, data: DataArguments, rows: Rows, *, images: bool = True) -> list[Message]:
+    """All messages of the row: its system column, then its `messages` column (a list or JSON). Raises `DataError`.
+
+    Without `images`, the caller adds the images of the row by `with_images`.
+    """
     column = data.messages
     if column is None:
         raise DataError("data_args.messages names no column")
@@ -234,10 +237,11 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows) -> list[Message]:
         _message(message, f"{row.where}: message {number} of column {column!r}")
         for number, message in enumerate(value, 1)
     ]
-    return _with_images(_with_system(messages, row, data, rows), row, data)
+    messages = _with_system(messages, row, data, rows)
+    return with_images(messages, row, data) if images else messages
 
 
-def _with_images(messages: list[Message], row: Row, data: DataArguments) -> list[Message]:
+def with_images(messages: list[Message], row: Row, data: DataArguments) -> list[Message]:
     """The messages of a row with its images: `media` has a message's images as the data has them, in the order of their
     places `IMAGE` in its content.
 
@@ -272,6 +276,20 @@ def _with_images(messages: list[Message], row: Row, data: DataArguments) -> list
             hint = unread if "video" in media[0] or "audio" in media[0] else hint
             raise DataError(f"{row.where}: message {number} ({message['role']}) has {media[0]!r}, but {hint}")
     return messages
+
+
+def has_images(row: Row, data: DataArguments) -> bool:
+    """True if a row has images: in their column, or as parts of messages."""
+    if data.images is not None and row.values.get(data.images):
+        return True
+    chats = [row.values.get(name) for name in (data.messages, data.prompt, data.chosen, data.rejected) if name]
+    messages = [message for chat in chats if isinstance(chat, list) for message in chat if isinstance(message, dict)]
+    parts = [part for message in messages for part in _list(message.get("content")) if isinstance(part, dict)]
+    return any(part.get("type") in IMAGE_PARTS for part in parts)
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _place_images(messages: list[Message], images: list[Any], row: Row, column: str) -> None:

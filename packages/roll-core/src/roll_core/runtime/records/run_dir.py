@@ -1,7 +1,7 @@
 """Run directories, `<output_dir>/<exp_name>/<NNN>`, and the search for the checkpoint that a run resumes from.
 
 output/grpo/001/  config.yaml  run.json  metrics.jsonl  samples.jsonl  images.jsonl  log.txt  report.html
-                  checkpoints/step-10/  tokenizer/  export/  tensorboard/
+                  checkpoints/step-10/  tokenizer/  export/  media/  tensorboard/
 output/grpo/latest -> 001
 """
 
@@ -84,6 +84,8 @@ class RunDir:
     """First samples of each step, as text."""
     images = _Entry("images.jsonl")
     """Images of samples, for runs that have any."""
+    media = _Entry("media")
+    """Directory of the images of samples, by digest."""
     log = _Entry("log.txt")
     """Log of the run."""
     report = _Entry("report.html")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, RollError, RunFileError, chain
+from roll_core.runtime.records.media_folder import MediaFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -242,11 +243,18 @@ class SamplesFile(LineWriter):
     """
 
     def __init__(
-        self, path: Path, decode: Callable[[TokenIds], str], *, history: Path | None = None, resumed_step: int = 0
+        self,
+        path: Path,
+        decode: Callable[[TokenIds], str],
+        *,
+        media: MediaFolder | None = None,
+        history: Path | None = None,
+        resumed_step: int = 0,
     ) -> None:
-        """`decode` converts token ids to text. `history` and `resumed_step` are as for `LineWriter`."""
+        """`decode` converts token ids to text, `media` stores the samples' images (default: beside `path`). `history`
+        and `resumed_step` are as for `LineWriter`."""
         super().__init__(path, history=history, resumed_step=resumed_step)
-        self._decode = decode
+        self._decode, self._media = decode, media or MediaFolder(path.parent)
         self._written: Counter[str] = Counter()
         self._step = -1
 
@@ -280,6 +288,8 @@ class SamplesFile(LineWriter):
             "prompt_tokens": len(sample.prompt_ids),
             "response_tokens": len(sample.response_ids),
         }
+        if sample.media:
+            row["images"] = self._media.put(sample.media)
         if sample.player:
             row["player"] = sample.player
         if sample.rollout is not None:

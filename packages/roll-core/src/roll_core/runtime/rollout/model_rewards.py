@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
-from roll_core.data.encode import Encoder
+from roll_core.data.encode import Encoder, media_of
 from roll_core.data.reasoning import decode_response
 from roll_core.data.templates import date_of, set_date
 from roll_core.data.tokenizers import CHAT_HINT, stored_tokenizer
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import EngineRewardConfig, ModelRewardConfig, RewardConfig
     from roll_core.spec.pipeline import TrainRole
-    from roll_core.types import Completion, TokenIds
+    from roll_core.types import Completion, Media, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,10 @@ class ModelInput:
         """
         self._vocab_size, self._pad_token_id = vocab_size, pad_token_id
         self._encoder = None if tokenizer is None else Encoder(tokenizer, DataArguments())
+
+    def media(self, request: RewardRequest) -> tuple[Media, ...]:
+        """Images of `tokens`."""
+        return request.sample.media if self._encoder is None else media_of(request.messages)
 
     def tokens(self, request: RewardRequest) -> TokenIds:
         """Tokens `[L]` of prompt and response, without padding at the end, which transformers does not score either.
@@ -245,7 +249,12 @@ class ModelRewardRole:
             except RewardFailure as failure:
                 failures[index] = Reward(value=None, failure=str(failure))
         sequences = [
-            TrainSequence(id=str(index), tokens=tokens, loss_mask=np.arange(len(tokens)) > 0)
+            TrainSequence(
+                id=str(index),
+                tokens=tokens,
+                media=self._input.media(requests[index]),
+                loss_mask=np.arange(len(tokens)) > 0,
+            )
             for index, tokens in inputs.items()
         ]
         values = (await self._role.score(sequences, WantedOutputs(values=True))).values if sequences else None
@@ -313,8 +322,8 @@ class EngineRewardRole:
 
     async def _score(self, request: RewardRequest) -> Reward:
         try:
-            tokens = self._tokens(request)
-            completion = await self._generate(self._request(request.sample.id, tokens))
+            tokens, media = self._prompt(request)
+            completion = await self._generate(self._request(request.sample.id, tokens, media))
         except (RewardFailure, DataError) as error:
             return Reward(value=None, failure=str(error) or "the reward gave no reason")
         tokenizer = self._encoder.tokenizer
@@ -323,20 +332,20 @@ class EngineRewardRole:
         answered = replace(request, replies=replies, reply_finish_reasons=reasons)
         return scored(self._function, answered, self.config.weight, role=self.name, owner=self._owner)
 
-    def _tokens(self, request: RewardRequest) -> TokenIds:
+    def _prompt(self, request: RewardRequest) -> tuple[TokenIds, tuple[Media, ...]]:
         try:
             messages = [dict(message) for message in self._function.messages(request)]
-            return self._encoder.prompt(messages, "the prompt to the model of the reward")[1]
+            return self._encoder.prompt(messages, "the prompt to the model of the reward")[1], media_of(messages)
         except (RewardFailure, DataError):
             raise
         except Exception as error:  # a reward is third-party code, and so is a chat template
             log.warning("%s: sample %s: %s: %s", self.name, request.sample.id, type(error).__name__, error)
             raise RewardFailure(f"{self._owner}: {type(error).__name__}: {error}") from error
 
-    def _request(self, sample: str, tokens: TokenIds) -> GenerateRequest:
+    def _request(self, sample: str, tokens: TokenIds, media: tuple[Media, ...]) -> GenerateRequest:
         params = self.config.sampling_params()
         if params.seed is None and self._seed is not None:
             params = replace(params, seed=stable_seed(self._seed, self.name, sample))
         # Samples of training and evaluation may have equal ids, requests may not.
         id = f"{sample}#{next(self._calls)}"
-        return GenerateRequest(id=id, prompt_ids=tokens, params=params, n=self.config.num_replies)
+        return GenerateRequest(id=id, prompt_ids=tokens, media=media, params=params, n=self.config.num_replies)

@@ -25,9 +25,10 @@ from typing_extensions import override
 
 from roll_core.data.rollouts import sample_of_rollout
 from roll_core.errors import RecordingError, RunDirectoryError, UnsupportedError
+from roll_core.runtime.records.media_folder import MediaFolder
 from roll_core.runtime.records.tracking import ranges
 from roll_core.spec.pipeline import InferRole
-from roll_core.types import CompletionOutput, Group, Reward, Rollout, Sample, TurnRecord
+from roll_core.types import CompletionOutput, Group, Media, Reward, Rollout, Sample, TurnRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -44,7 +45,7 @@ SCHEMA = 3
 FOLDER = "rollouts"
 REPLAYED = "replayed"
 """Key of the state of replayed rollouts, which have no group queues."""
-OF_PROMPT = frozenset({"group_id", "prompt_ids", "tag", "metadata"})
+OF_PROMPT = frozenset({"group_id", "prompt_ids", "media", "tag", "metadata"})
 """Fields of a sample that its prompt has."""
 OF_TURNS = frozenset({"response_ids", "logprobs", "loss_mask", "versions", "routed_experts"})
 """Fields of a multi-turn sample that follow from its turns."""
@@ -138,7 +139,7 @@ class Recorder:
     def __init__(self, run: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
         """Write below the directory `run`. A resumed run links the files of `history`, the run that it continues, up to
         `resumed_step`."""
-        self._folder = run / FOLDER
+        self._folder, self._media = run / FOLDER, MediaFolder(run)
         self._history, self._resumed_step = history, resumed_step
 
     def begin(self) -> None:
@@ -164,7 +165,8 @@ class Recorder:
                 "position": position,
                 # The prompts of multi-turn rollouts belong to their turns.
                 "prompt_ids": None if group.multi_turn else saved_array(group.samples[0].prompt_ids),
-                **saved_group(group),
+                "images": [] if group.multi_turn else [image.digest for image in group.samples[0].media],
+                **saved_group(group, self._media),
             }
             for group, tag, position in zip(batch.groups, batch.facts.tags, batch.facts.positions, strict=True)
         ]
@@ -191,7 +193,7 @@ class Recording:
 
     def __init__(self, run: Path) -> None:
         """Find the recorded files of a run. Raises `RecordingError` if there are none."""
-        self.run = run
+        self.run, self._media = run, MediaFolder(run)
         self.steps = steps_in(run)
         """Recorded file by step."""
         if not self.steps:
@@ -225,7 +227,7 @@ class Recording:
             head, body = _head(path, stream), stream.read()
             if hashlib.sha256(body).hexdigest() != head.get("sha256"):
                 raise RecordingError(f"{path} is damaged: its contents do not match their SHA-256; copy the file again")
-            groups = [_group(json.loads(line), plan.prompt, path) for line in body.splitlines()]
+            groups = [_group(json.loads(line), plan.prompt, path, self._media) for line in body.splitlines()]
             facts = _facts_from(head["facts"])
             return RecordedBatch(groups=groups, facts=facts, weight_version=head["weight_version"])
 
@@ -264,17 +266,18 @@ def steps_in(run: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def _group(line: Mapping[str, Any], prompt: Callable[[str, int], Prompt], path: Path) -> Group:
+def _group(line: Mapping[str, Any], prompt: Callable[[str, int], Prompt], path: Path, media: MediaFolder) -> Group:
     expected = prompt(line["tag"], line["position"])
     multi_turn = any("rollout" in sample for sample in line["samples"])
     same = multi_turn or np.array_equal(expected.tokens, array_from(line["prompt_ids"]))
+    same &= multi_turn or line.get("images", []) == [image.digest for image in expected.media]
     if expected.id != line["id"] or not same:
         raise RecordingError(
             f"{path} has responses to prompt {line['id']}, but this run has prompt {expected.id}"
-            f"{'' if expected.id != line['id'] else ' with other tokens'} there: replay with the data, tokenizer and"
-            " seed of the recorded run"
+            f"{'' if expected.id != line['id'] else ' with other tokens or images'} there: replay with the data,"
+            " tokenizer and seed of the recorded run"
         )
-    return group_from(line, expected)
+    return group_from(line, expected, media)
 
 
 class ReplayedRole(InferRole):
@@ -315,31 +318,46 @@ class Replay:
         """Ignore the state: the step selects the batch."""
 
 
-def saved_group(group: Group) -> dict[str, Any]:
-    """A group as JSON, without the fields that its prompt already has."""
-    baseline = {} if group.baseline is None else {"baseline": _saved_sample(group.baseline)}
-    return {"samples": [_saved_sample(sample) for sample in group.samples]} | baseline
+def saved_group(group: Group, media: MediaFolder | None = None) -> dict[str, Any]:
+    """A group as JSON, without the fields that its prompt already has. `media` stores the images of its turns."""
+    baseline = {} if group.baseline is None else {"baseline": _saved_sample(group.baseline, media)}
+    return {"samples": [_saved_sample(sample, media) for sample in group.samples]} | baseline
 
 
-def group_from(saved: Mapping[str, Any], prompt: Prompt) -> Group:
+def group_from(saved: Mapping[str, Any], prompt: Prompt, media: MediaFolder | None = None) -> Group:
     """Restore a group of `prompt` from the result of `saved_group`."""
-    baseline = _sample_from(saved["baseline"], prompt) if "baseline" in saved else None
-    return Group(
-        id=prompt.id, samples=tuple(_sample_from(sample, prompt) for sample in saved["samples"]), baseline=baseline
-    )
+    baseline = _sample_from(saved["baseline"], prompt, media) if "baseline" in saved else None
+    samples = tuple(_sample_from(sample, prompt, media) for sample in saved["samples"])
+    return Group(id=prompt.id, samples=samples, baseline=baseline)
 
 
-def _saved_sample(sample: Sample) -> Any:
-    return _saved(sample, OF_PROMPT if sample.rollout is None else OF_PROMPT | OF_TURNS)
+def _saved_sample(sample: Sample, media: MediaFolder | None) -> Any:
+    if sample.rollout is None:
+        return _saved(sample, OF_PROMPT)
+    values = _saved(sample, OF_PROMPT | OF_TURNS)
+    for saved, turn in zip(values["rollout"]["turns"], sample.rollout.turns, strict=True):
+        if turn.media:
+            saved["media"] = {"images": _needed(media).put(turn.media)}
+    return values
 
 
-def _sample_from(saved: Mapping[str, Any], prompt: Prompt) -> Sample:
+def _with_images(turn: Mapping[str, Any], media: MediaFolder | None) -> Mapping[str, Any]:
+    return {**turn, "media": _needed(media).get(turn["media"]["images"])} if "media" in turn else turn
+
+
+def _needed(media: MediaFolder | None) -> MediaFolder:
+    if media is None:
+        raise AssertionError("turns have images, and there is no folder for them")
+    return media
+
+
+def _sample_from(saved: Mapping[str, Any], prompt: Prompt, media: MediaFolder | None) -> Sample:
     values: dict[str, Any] = {**saved, "group_id": prompt.id, "tag": prompt.tag, "metadata": prompt.metadata}
     if "reward" in values:
         values["reward"] = Reward(**values["reward"])
     if "rollout" not in values:
-        return _restored(Sample, values | {"prompt_ids": prompt.tokens})
-    turns = [_restored(TurnRecord, turn) for turn in values.pop("rollout")["turns"]]
+        return _restored(Sample, values | {"prompt_ids": prompt.tokens, "media": prompt.media})
+    turns = [_restored(TurnRecord, _with_images(turn, media)) for turn in values.pop("rollout")["turns"]]
     return sample_of_rollout(Rollout(turns=tuple(turns)), **values)
 
 
@@ -357,6 +375,8 @@ def _saved(value: Any, without: Collection[str] = ()) -> Any:
     """A value as JSON. A record is an object of its fields, except those in `without` and those with their default."""
     if isinstance(value, np.ndarray):
         return saved_array(value)
+    if isinstance(value, Media):
+        return None  # of a turn: `_saved_sample` stores it
     if is_dataclass(value):
         return {
             field.name: _saved(content)

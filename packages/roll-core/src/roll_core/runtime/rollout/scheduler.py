@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    from roll_core.runtime.records.media_folder import MediaFolder
     from roll_core.runtime.rollout.program import Scorer
     from roll_core.runtime.rollout.queue import RequestQueue
     from roll_core.runtime.rollout.requests import Outputs
@@ -195,10 +196,12 @@ class RolloutScheduler:
         seed: int | None,
         lease: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext,
         serve: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]] = asyncio.ensure_future,
+        media: MediaFolder | None = None,
     ) -> None:
         """`seed` is the base of request seeds; None for requests without seeds. `lease` leases the engine's slots.
-        `serve` awaits a coroutine within the lease, and restarts the replicas if none is alive."""
-        self.plan = plan
+        `serve` awaits a coroutine within the lease, and restarts the replicas if none is alive. `media` stores the
+        images of turns, without which they cannot be saved."""
+        self.plan, self._media = plan, media
         self._requests, self._scorer, self._seed, self._lease = requests, scorer, seed, lease
         self._queues = [GroupQueue(tag, plan.first_ready) for tag in plan.counts]
         self._batches = batch_counts(plan.counts)
@@ -272,7 +275,7 @@ class RolloutScheduler:
         """The group queues as plain values. Running rollouts include the tokens that were sampled until their last
         interruption."""
         return {
-            queue.tag: {"next": queue.next, "kept": [_saved_slot(slot) for slot in queue.slots.values()]}
+            queue.tag: {"next": queue.next, "kept": [_saved_slot(slot, self._media) for slot in queue.slots.values()]}
             for queue in self._queues
         }
 
@@ -310,7 +313,7 @@ class RolloutScheduler:
         self._counts["restarted"] += saved.get("restarts", False)
         calls = {key: outputs_from(outputs) for key, outputs in saved.get("calls", {}).items()}
         if saved["group"] is not None:
-            slot.group = group_from(saved["group"], prompt)
+            slot.group = group_from(saved["group"], prompt, self._media)
         elif calls or "program" in saved:
             slot.saved = SavedRollout(calls, saved.get("program", {}))
         if slot.group is not None and slot.group.multi_turn:
@@ -449,12 +452,12 @@ class RolloutScheduler:
                 self._cancel(slot)
 
 
-def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
+def _saved_slot(slot: GroupSlot, media: MediaFolder | None) -> dict[str, Any]:
     """A group as plain values: complete as `group`, else with the outputs of each call by its key as `calls`."""
     values: dict[str, Any] = {
         "position": slot.position,
         "born": slot.born,
-        "group": None if slot.group is None else saved_group(slot.group),
+        "group": None if slot.group is None else saved_group(slot.group, media),
     }
     if slot.group is not None or slot.rollout is not None or slot.saved is not None:
         values["prompt"] = _digest(slot.prompt)
@@ -473,5 +476,6 @@ def _saved_slot(slot: GroupSlot) -> dict[str, Any]:
 
 
 def _digest(prompt: Prompt) -> str:
-    """Digest of a prompt's id and tokens: the responses in a checkpoint belong to this prompt only."""
-    return hashlib.sha256(f"{prompt.id} {prompt.tokens.tolist()}".encode()).hexdigest()[:16]
+    """Digest of a prompt's id, tokens and images: the responses in a checkpoint belong to this prompt only."""
+    images = "".join(f" {media.digest}" for media in prompt.media)
+    return hashlib.sha256(f"{prompt.id} {prompt.tokens.tolist()}{images}".encode()).hexdigest()[:16]

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.guards import Guards
     from roll_core.runtime.records.ledger import Ledger
+    from roll_core.runtime.records.media_folder import MediaFolder
     from roll_core.runtime.records.run_dir import RunDir
     from roll_core.runtime.records.run_files import ImagesFile, SamplesFile
     from roll_core.runtime.rollout.program import Scorer
@@ -88,6 +89,7 @@ class ActiveRun(Run):
         guards: Guards,
         samples: SamplesFile,
         images: ImagesFile,
+        media: MediaFolder,
         recorder: Recorder,
     ) -> None:
         self.config = config
@@ -112,7 +114,7 @@ class ActiveRun(Run):
         """`WeightSyncController.publish`. Set by `start_roles`."""
         self.guards = guards
         self.registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
-        self._images, self._recorder = images, recorder
+        self._images, self._media, self._recorder = images, media, recorder
         self._metrics: dict[str, float] = {}
         self._retries = 0
         """Retried reward calls up to the last batch."""
@@ -220,6 +222,7 @@ class ActiveRun(Run):
             seed=self.config.seed if seeded else None,
             lease=partial(engine.lease, scores=True),
             serve=engine.served,
+            media=self._media,
         )
         self._schedulers.append(scheduler)
         recorder = self._recorder if plan.record else None

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.dump import dump
 from roll_core.config.parts import on_a_cluster
 from roll_core.config.secrets import Redactor
+from roll_core.data.processor import shown_text
 from roll_core.data.templates import set_date
 from roll_core.errors import (
     CheckpointError,
@@ -53,6 +54,7 @@ from roll_core.runtime.records.guards import Guards
 from roll_core.runtime.records.ledger import Ledger
 from roll_core.runtime.records.logs import run_logging
 from roll_core.runtime.records.manifest import read_manifest
+from roll_core.runtime.records.media_folder import MediaFolder
 from roll_core.runtime.records.record import RunFacts, RunRecord, earlier_checkpoints, finished_run
 from roll_core.runtime.records.run_dir import AUTO, RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.records.run_files import ImagesFile, SamplesFile, explained, writing
@@ -410,9 +412,11 @@ class _Driver:
                 with writing(run_dir.tokenizer):
                     tokenizer = prepare_tokenizer(config, data, run_dir.tokenizer)
                 set_date(tokenizer, self.date)
+        media = MediaFolder(run_dir.path, history=history)
         samples = SamplesFile(
             run_dir.samples,
-            lambda ids: "" if tokenizer is None else str(tokenizer.decode(ids.tolist())),
+            lambda ids: "" if tokenizer is None else shown_text(tokenizer, ids.tolist()),
+            media=media,
             history=history,
             resumed_step=resumed_step,
         )
@@ -431,6 +435,7 @@ class _Driver:
             guards=self.guards,
             samples=samples,
             images=images,
+            media=media,
             recorder=Recorder(run_dir.path, history=history, resumed_step=resumed_step),
         )
 
