@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from roll_core.data.media import image_media
+from roll_core.data.processor import processor_of
+from roll_core.types import IMAGE, TrainSequence
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from torch import Tensor
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")
 """Model types that `tiny_vision` writes."""
@@ -213,10 +220,65 @@ def write_processor(folder: Path, model_type: str) -> None:
         (folder / "processor_config.json").write_text(json.dumps(processor))
 
 
-def picture(width: int, height: int, seed: int = 0) -> Any:
-    """A random image of Pillow."""
+def picture(width: int, height: int, seed: int = 0, *, black: bool = False) -> Any:
+    """A random image of Pillow, or a black one."""
     import numpy as np
     from PIL import Image
 
+    if black:
+        return Image.new("RGB", (width, height))
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def vision_sequence(folder: Path, prompt: str, response: str, *images: Any, id: str = "row") -> TrainSequence:
+    """A row whose prompt has an `IMAGE` for each of the images of Pillow; its response is trained."""
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = processor_of(tokenizer)
+    assert processor is not None
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    media = tuple(image_media(image) for image in images)
+    text = processor.expand(prompt.replace(IMAGE, _PLACEHOLDERS[model_type]), media)
+    prompt_ids, response_ids = (tokenizer.encode(part, add_special_tokens=False) for part in (text, response))
+    tokens = np.array([*prompt_ids, *response_ids])
+    return TrainSequence(id=id, tokens=tokens, media=media, loss_mask=np.arange(len(tokens)) >= max(1, len(prompt_ids)))
+
+
+def vision_batch(folder: Path) -> list[TrainSequence]:
+    """Rows of text, of one and two images of different sizes, and of images side by side; one token is a row."""
+    first, second, third = picture(56, 84), picture(28, 28, 1), picture(64, 96, 2)
+    return [
+        vision_sequence(folder, "no image", "ab", id="text"),
+        vision_sequence(folder, f"one{IMAGE}!", "cde", first, id="one"),
+        vision_sequence(folder, f"a{IMAGE}b{IMAGE}", "f", second, third, id="two"),
+        vision_sequence(folder, "", "g", id="single"),
+        vision_sequence(folder, f"{IMAGE}{IMAGE}", "hijk", third, first, id="adjacent"),
+        vision_sequence(folder, "", "lm", id="short"),
+    ]
+
+
+def transformers_logprobs(folder: Path, sequences: Sequence[TrainSequence], model: Any = None) -> Tensor:
+    """Logprob of each token by transformers alone, one row at a time, `[T]`. Default: the model in `folder`."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    if model is None:
+        model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = processor_of(AutoTokenizer.from_pretrained(folder))
+    assert processor is not None
+    rows = []
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.tokens)[None]
+        types = (tokens == IDS[IMAGE_TOKEN]).long()
+        inputs = {name: torch.from_numpy(array) for name, array in processor.inputs(sequence.media).items()}
+        if sequence.media and model.config.model_type in ("qwen2_5_vl", "qwen3_vl"):
+            inputs["mm_token_type_ids"] = types
+        if sequence.media and model.config.model_type == "gemma3":
+            inputs["token_type_ids"] = types
+        logits = model(input_ids=tokens, use_cache=False, **inputs).logits[0]
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        rows.append(torch.cat([torch.zeros(1), logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]]))
+    return torch.cat(rows)

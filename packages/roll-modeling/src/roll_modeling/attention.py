@@ -52,6 +52,9 @@ class FlatLayout:
     lengths: tuple[int, ...]
     context: SharedAttention | None = None
     """Attention across the ranks that share the tokens; None on one rank."""
+    blocks: tuple[Tensor | None, ...] = ()
+    """For each sequence with images int64 `[L]`: block of each token, -1 for none; None for the other sequences. Empty
+    without blocks. Tokens of a block attend to each other in both directions, as far as the window reaches."""
     num_calls: int = field(default=0)
     """Number of attention layers that have run. Layers that mix tokens in other ways are not counted."""
     _sequences: Sequences | None = field(default=None, init=False, repr=False)
@@ -172,6 +175,8 @@ def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions
 
     One kernel call where a `varlen_kernel` supports the inputs, otherwise calls for each sequence.
     """
+    if how.layout.blocks:
+        return _attend_blocks(query, key, value, how)
     head_size = max(query.shape[-1], value.shape[-1])
     kernel = varlen_kernel(
         query.device, query.dtype, head_size, softcap=how.softcap != 0, sinks=how.sinks_H is not None
@@ -201,6 +206,28 @@ def attend_flat(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions
     # Split, not sliced: a split's gradient is one concatenation, a slice's gradient a zero tensor of the full length.
     pieces = (torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value))
     outputs_LHD = [attend(q, k, v, how.window).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
+    return torch.cat(outputs_LHD, dim=1)
+
+
+def _attend_blocks(query: Tensor, key: Tensor, value: Tensor, how: AttentionOptions) -> Tensor:
+    """`attend_flat` with `FlatLayout.blocks`; sequences without any are attended as usual, one at a time."""
+    if how.softcap or how.sinks_H is not None:
+        raise UnsupportedError("attention with blocks has neither a soft-cap nor sinks")
+    outputs_LHD: list[Tensor] = []
+    pieces = (torch.split(tensor, list(how.lengths), dim=2) for tensor in (query, key, value))
+    for q, k, v, block_L in zip(*pieces, how.layout.blocks, strict=True):
+        length = q.shape[2]
+        if block_L is None:
+            attended = _in_blocks(partial(_attend, how))(q, k, v, how.window)
+        else:
+            places_L = torch.arange(length, device=q.device)
+            together_LL = (block_L[:, None] == block_L) & (block_L >= 0)
+            near_LL = places_L > places_L[:, None] - (how.window or length)
+            mask_LL = (_visible(length, length, length, q.device) | together_LL) & near_LL
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask_LL, scale=how.scale, enable_gqa=k.shape[1] != q.shape[1]
+            )
+        outputs_LHD.append(attended.transpose(1, 2))
     return torch.cat(outputs_LHD, dim=1)
 
 

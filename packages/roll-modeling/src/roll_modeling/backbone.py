@@ -9,7 +9,8 @@ Shapes: T flat tokens, S sequences, L length of the longest, H hidden size, V vo
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+import math
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from roll_modeling.logprobs import (
     write_head,
 )
 from roll_modeling.memory import padded_rows
+from roll_modeling.model import body_of, image_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from roll_core.spec.train import Comparison
+    from roll_core.types import Media
     from roll_modeling.context_parallel import ContextParallel
+    from roll_modeling.images import ImageReader, Images
     from roll_modeling.routing import RoutingReplay
 
 log = logging.getLogger(__name__)
@@ -58,19 +62,23 @@ class Backbone:
         attn_implementation: str = "auto",
         context: ContextParallel | None = None,
         replay: RoutingReplay | None = None,
+        images: ImageReader | None = None,
     ) -> None:
-        """Choose between flat and padded computation by running the model on a few tokens.
+        """Choose between flat and padded computation by running the model on a few tokens, and with `images` on a small
+        image.
 
         With `context`, this rank computes hidden states of its part of the tokens only. `replay` must belong to
         `model`; it receives the experts passed to `hidden`. Raises `ModelError` or `UnsupportedError` for a model that
         cannot be computed as configured.
         """
-        self.model, self.context, self.replay = model, context, replay
+        self.model, self.context, self.replay, self.images = model, context, replay, images
+        self.joins_images = False
+        """True to run the image encoder for microbatches without images as well: other ranks wait for it, or expect
+        gradients of its parameters."""
         self.rope = RopeBySequence(model)
-        body: nn.Module = model.base_model
-        # Llama 4's `base_model_prefix` names no attribute of it, so that its `base_model` is the whole model.
-        self.module: nn.Module = getattr(model, "model", body) if body is model else body
+        self.module = body_of(model)
         self.why_padded = f"attn_implementation: {attn_implementation}"
+        usual = model.config._attn_implementation
         self.flat = attn_implementation in ("auto", attention.NAME) and self._try_flat()
         if not self.flat:
             if attn_implementation == attention.NAME:
@@ -83,6 +91,8 @@ class Backbone:
             self._check_causal()
         elif context is not None:
             self._check_context(context)
+        if images is not None and not images.unsupported:
+            self._try_images(images, usual)
 
     def hidden(
         self,
@@ -90,22 +100,45 @@ class Backbone:
         positions_T: Tensor,
         lengths: Sequence[int],
         routed_experts_TMK: Tensor | None = None,
+        images: Images | None = None,
     ) -> Tensor:
         """Hidden states after the last norm, `[T, H]`; with `context`, those of this rank's part.
 
-        Raises `UnsupportedError` for routed experts without `router_replay`.
+        Raises `UnsupportedError` for routed experts without `router_replay`, and for images with `context`.
         """
+        hidden_TH = self._hidden(tokens_T, positions_T, lengths, routed_experts_TMK, images)
+        if images is None and self.images is not None and self.joins_images:
+            return hidden_TH + self.images.nothing().to(hidden_TH.dtype)
+        return hidden_TH
+
+    def _hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routed_experts_TMK: Tensor | None,
+        images: Images | None,
+    ) -> Tensor:
         if self.replay is not None:
             self.replay.begin(None if routed_experts_TMK is None else self._as_seen(routed_experts_TMK, lengths))
         elif routed_experts_TMK is not None:
             raise UnsupportedError("the microbatch has routed experts, but router_replay is off")
         if self.context is not None:
+            if images is not None:
+                raise UnsupportedError("images are not supported with context parallelism: set its size to 1")
             return self._shared(tokens_T, positions_T, lengths, self.context)
         if self.flat:
             num_tokens = len(tokens_T)
-            tokens_T, positions_T, lengths = self._with_spare(tokens_T, positions_T, lengths)
-            return self._flat(tokens_T, positions_T, attention.FlatLayout(tuple(lengths)))[:num_tokens]
-        return self._padded(tokens_T, lengths)
+            if images is None or not images.starts_with_image:
+                tokens_T, positions_T, lengths = self._with_spare(tokens_T, positions_T, lengths)
+            return self._flat(tokens_T, positions_T, self._layout(lengths, images), images)[:num_tokens]
+        return self._padded(tokens_T, lengths, images)
+
+    def _layout(self, lengths: Sequence[int], images: Images | None) -> attention.FlatLayout:
+        if images is None or self.images is None or not self.images.both_ways:
+            return attention.FlatLayout(tuple(lengths))
+        blocks = (*images.blocks, *[None] * (len(lengths) - len(images.blocks)))
+        return attention.FlatLayout(tuple(lengths), blocks=blocks)
 
     def _shared(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], context: ContextParallel
@@ -133,22 +166,36 @@ class Backbone:
         tokens_T = torch.cat([tokens_T, tokens_T[:1].expand(more)])
         return tokens_T, torch.cat([positions_T, torch.arange(more)]), (*lengths, more)
 
-    def _flat(self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout) -> Tensor:
+    def _flat(
+        self, tokens_T: Tensor, positions_T: Tensor, layout: attention.FlatLayout, images: Images | None = None
+    ) -> Tensor:
         if self.rope.needed:
             lengths_T = torch.tensor(layout.lengths).repeat_interleave(torch.tensor(layout.lengths))
             if layout.context is not None and self.context is not None:
                 lengths_T = lengths_T[self.context.part(len(lengths_T)).cpu()]
             self.rope.lengths = lengths_T[None].to(tokens_T.device)
+        position_ids, more = positions_T[None], self._features(images)
+        if images is not None and images.positions_AT is not None:
+            num_spare = len(tokens_T) - images.positions_AT.shape[1]
+            spare_AT = positions_T[len(tokens_T) - num_spare :].expand(len(images.positions_AT), -1)
+            position_ids = torch.cat([images.positions_AT, spare_AT], dim=1)[:, None]
         # Without a mask, transformers looks for packed sequences, for which the host waits; `roll_layout` has them.
         outputs = self.module(
             input_ids=tokens_T[None],
-            position_ids=positions_T[None],
+            position_ids=position_ids,
             attention_mask=torch.ones_like(tokens_T, dtype=torch.bool)[None],
             use_cache=False,
             roll_layout=layout,
+            **more,
         )
         states: Tensor = outputs[0][0]
         return states
+
+    def _features(self, images: Images | None) -> dict[str, Any]:
+        """Argument of the model with the features of images."""
+        if images is None or self.images is None:
+            return {}
+        return {"mm_encoder_outputs": {"image": self.images.features(images)}}
 
     def _as_seen(self, routed_experts_TMK: Tensor, lengths: Sequence[int]) -> Tensor:
         """Routed experts in the order in which the routers receive the tokens.
@@ -180,20 +227,26 @@ class Backbone:
             return found_N
         return found_N.index_select(0, _places(lengths).to(found_N.device))
 
-    def _padded(self, tokens_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _padded(self, tokens_T: Tensor, lengths: Sequence[int], images: Images | None = None) -> Tensor:
         """Rows begin at position 0, which is every architecture's default."""
         longest = max(lengths)
+        shape = len(lengths), longest
         places_T = _places(lengths).to(tokens_T.device)
         tokens_SL = tokens_T[:1].repeat(len(lengths) * longest).index_copy(0, places_T, tokens_T)
         mask_SL = torch.zeros_like(tokens_SL).index_fill(0, places_T, 1)
-        more: dict[str, Tensor] = {}
+        more = self._features(images)
+        if images is not None and self.images is not None:
+            is_image_SL = torch.zeros_like(mask_SL).index_copy(0, places_T, images.is_image_T.to(mask_SL.dtype))
+            more |= self.images.types(is_image_SL.view(shape))
+            if (positions_AT := images.positions_AT) is not None:
+                rows_AL = positions_AT.new_zeros(len(positions_AT), len(mask_SL)).index_copy(1, places_T, positions_AT)
+                more["position_ids"] = rows_AL.view(-1, *shape)
         if self.rope.needed:
-            shape = len(lengths), longest
             more["position_ids"] = torch.arange(longest, device=tokens_T.device).expand(shape)
             self.rope.lengths = torch.tensor(lengths, device=tokens_T.device)[:, None].expand(shape)
         outputs = self.module(
-            input_ids=tokens_SL.view(len(lengths), longest),
-            attention_mask=mask_SL.view(len(lengths), longest),
+            input_ids=tokens_SL.view(shape),
+            attention_mask=mask_SL.view(shape),
             use_cache=False,
             **more,
         )
@@ -219,10 +272,13 @@ class Backbone:
         return False
 
     def _set_attention(self, name: str) -> None:
+        """Set the attention of the language model; an encoder of images keeps its own."""
+        others = {id(module) for part in image_parts(self.model).values() for top in part for module in top.modules()}
         for module in self.model.modules():
             config = getattr(module, "config", None)
-            if config is not None and hasattr(config, "_attn_implementation"):
-                config._attn_implementation = name
+            if id(module) not in others and config is not None and hasattr(config, "_attn_implementation"):
+                # A string would set the configs of all parts.
+                config._attn_implementation = {"": name}
 
     @torch.no_grad()
     def _flat_is_exact(self, usual: str) -> bool:
@@ -250,6 +306,61 @@ class Backbone:
             start += length
         self._set_attention(attention.NAME)
         return float((torch.cat(alone) - together_TH).abs().max()) <= tolerance
+
+    @torch.no_grad()
+    def _try_images(self, images: ImageReader, usual: str) -> None:
+        """Compare sequences with an image to the model's own computation of each sequence.
+
+        Decides whether the tokens of an image attend to each other in both directions, and pads if flat is not exact.
+        If no layout is, images are not supported.
+        """
+        why = ""
+        try:
+            probe, device = images.probe, next(self.model.parameters()).device
+            read, lengths, tokens_T = probe.images, probe.lengths, probe.tokens_T.to(device)
+            positions_T = attention.flat_positions(lengths).to(device)
+            self._set_attention(usual)
+            alone_TH = self._alone(tokens_T, lengths, images, probe.media_S)
+            tolerance = self._tolerance(alone_TH)
+
+            def difference(hidden_TH: Tensor) -> float:
+                return float((hidden_TH - alone_TH).abs().max())
+
+            if self.flat:
+                self._set_attention(attention.NAME)
+                differences: dict[bool, float] = {}
+                for both_ways in (False, True) if images.has_blocks else (False,):
+                    images.both_ways = both_ways
+                    differences[both_ways] = math.inf
+                    with suppress(UnsupportedError):
+                        flat_TH = self._flat(tokens_T, positions_T, self._layout(lengths, read), read)
+                        differences[both_ways] = difference(flat_TH)
+                images.both_ways = min(differences, key=lambda both_ways: differences[both_ways])
+                if differences[images.both_ways] <= tolerance:
+                    return
+                self.why_padded = "sequences with images give different numbers when they are flat"
+                log.info("%s computes with padding: %s", type(self.model).__name__, self.why_padded)
+                self.flat, images.both_ways = False, False
+                self._set_attention(usual)
+            if difference(self._padded(tokens_T, lengths, read)) > tolerance:
+                why = "padded and separate sequences give different numbers"
+        except Exception as error:  # architectures may fail in any way on inputs that they do not support
+            why = f"{type(error).__name__}: {one_line(error)}"
+            self._set_attention(attention.NAME if self.flat else usual)
+        if why:
+            images.unsupported = f"{type(self.model).__name__}: {why}"
+            log.info("images are not supported: %s", images.unsupported)
+
+    def _alone(
+        self, tokens_T: Tensor, lengths: Sequence[int], images: ImageReader, media_S: Sequence[tuple[Media, ...]]
+    ) -> Tensor:
+        """Hidden states of each sequence by the model's own computation, which also encodes its images."""
+        rows: list[Tensor] = []
+        for tokens_L, media in zip(torch.split(tokens_T, list(lengths)), media_S, strict=True):
+            read = images.read(tokens_L.cpu(), (len(tokens_L),), (media,), ("probe",))
+            more = {} if read is None else {**images.inputs(read), **images.types(read.is_image_T[None])}
+            rows.append(self.module(input_ids=tokens_L[None], use_cache=False, **more)[0][0])
+        return torch.cat(rows)
 
     @torch.no_grad()
     def _check_context(self, context: ContextParallel) -> None:

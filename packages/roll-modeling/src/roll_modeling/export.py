@@ -40,7 +40,10 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
     """
     check_exportable(model, spec)
     config = model.config
-    usual, config._attn_implementation = config._attn_implementation, None
+    parts = (getattr(config, key, None) for key in config.sub_configs)
+    configs = [config, *(part for part in parts if part is not None)]
+    usual = [part._attn_implementation for part in configs]
+    config._attn_implementation = None
     try:
         with quiet():
             model.save_pretrained(path, state_dict=dict(state))
@@ -50,7 +53,8 @@ def write_model(model: PreTrainedModel, spec: ModelSpec, state: Mapping[str, Ten
                 config.dtype = written
                 config.save_pretrained(path)
     finally:
-        config._attn_implementation = usual
+        for part, name in zip(configs, usual, strict=True):  # an image encoder has another one than the rest
+            part._attn_implementation = name
     _write_inputs(spec, path)
 
 

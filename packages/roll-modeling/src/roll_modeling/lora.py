@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,7 +34,7 @@ from torch.func import functional_call
 from roll_core.errors import CheckpointError, ModelError, UnsupportedError, WeightSyncError, one_line
 from roll_core.spec.model import pattern_key
 from roll_core.spec.weights import digest
-from roll_modeling.model import empty_model, load_tokenizer, moved, quiet, scalar_head, text_parts
+from roll_modeling.model import empty_model, image_parts, load_tokenizer, moved, quiet, scalar_head, text_parts
 from roll_modeling.module_programs import model_library
 from roll_modeling.quantization import dequantized, quant_states, quantize_linears
 
@@ -480,13 +481,15 @@ def target_layers(
 
     `extra` are the paths of modules that are trained in full. `all-linear` selects every linear layer except the output
     layer and indexers of sparse attention, which have no gradient; or those in the blocks of a model of a `library`.
+    Layers of an image encoder or projector are selected only by targets that name it: `visual.blocks.0.attn.qkv`.
     Raises `ModelError`, naming the nearest modules, for targets that the model does not have.
     """
     layers = _linear_layers(model)
     if lora.targets != ("all-linear",):
         layers |= {path: module for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
     if library is None:
-        trained = {id(module) for part in text_parts(model) for module in part.modules()}
+        parts = [*text_parts(model), *_named_image_parts(model, lora.targets)]
+        trained = {id(module) for part in parts for module in part.modules()}
         layers = {path: layer for path, layer in layers.items() if id(layer) in trained}
     if lora.targets == ("all-linear",):
         if library is not None:
@@ -514,6 +517,14 @@ def target_layers(
             f"lora_target and additional_target both select {both[0]}: a layer has an adapter or is trained in full"
         )
     return paths
+
+
+def _named_image_parts(model: PreTrainedModel, targets: str | Sequence[str]) -> list[nn.Module]:
+    """Image encoder and projector if `targets` contain their names."""
+    texts = [targets] if isinstance(targets, str) else targets
+    names = {id(module): path.rpartition(".")[2] for path, module in model.named_modules()}
+    parts = chain(*image_parts(model).values())
+    return [part for part in parts if any(names[id(part)] in text for text in texts)]
 
 
 def _named(name: str, modules: dict[str, nn.Module], model: PreTrainedModel, key: str) -> list[str]:

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROJECTORS = ("projector", "merger", "connector", "aligner")
+"""Words in the names of modules between an image encoder and a language model."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -170,15 +172,51 @@ def layer_configs(config: PreTrainedConfig) -> list[Any]:
     return [text] * (getattr(text, "num_hidden_layers", None) or 1)
 
 
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its head."""
+    body: nn.Module = model.base_model
+    # Llama 4's `base_model_prefix` names no attribute of it, so that its `base_model` is the whole model.
+    return getattr(model, "model", body) if body is model else body
+
+
 def text_parts(model: PreTrainedModel) -> list[nn.Module]:
     """Modules that a text passes: the model, or the language model and the head of one that also takes images or audio.
 
-    Nothing else can be trained on text: it has no gradients, and an optimizer's weight decay would shrink it.
+    Nothing else has gradients without images or audio, and an optimizer's weight decay would shrink it.
     """
     if model.config.get_text_config() is model.config:
         return [model]
     heads = getattr(model, "score", None), model.get_output_embeddings()
     return [model.get_decoder(), *(head for head in heads if head is not None)]
+
+
+def image_parts(model: PreTrainedModel) -> dict[str, list[nn.Module]]:
+    """Modules of `ModelSpec.freeze`: the encoder of images (`vision`), then the layers between it and the language
+    model (`projector`), which some architectures have inside of the encoder. Empty for a model without images.
+    """
+    if model.config.get_text_config() is model.config:
+        return {}
+    body, encoder = body_of(model), model.get_encoder(modality="image")
+    if not any(encoder is child for child in body.children()):
+        return {}
+    children = [*encoder.named_children(), *body.named_children()]
+    return {
+        "vision": [encoder],
+        "projector": [module for name, module in children if any(word in name for word in PROJECTORS)],
+    }
+
+
+def trained_parameters(model: PreTrainedModel, spec: ModelSpec) -> Iterator[nn.Parameter]:
+    """Parameters that are trained without adapters: those of the language model and its head, and of the image parts
+    that `spec.freeze` leaves out."""
+    for part in text_parts(model):
+        yield from part.parameters()
+    parts = image_parts(model)
+    projector = {id(parameter) for part in parts.get("projector", ()) for parameter in part.parameters()}
+    for name, modules in parts.items():
+        for parameter in (parameter for part in modules for parameter in part.parameters()):
+            if name not in spec.freeze and (name == "projector" or id(parameter) not in projector):
+                yield parameter
 
 
 def end_token_ids(

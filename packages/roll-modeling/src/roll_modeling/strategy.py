@@ -12,7 +12,7 @@ from roll_core.errors import UnsupportedError
 from roll_core.spec.train import PortableState, StateKind, TrainStrategy
 from roll_modeling.blocks import prepare_blocks, transformer_blocks
 from roll_modeling.lora import Adapters, adapters_off, add_adapters
-from roll_modeling.model import DTYPES, load_model, text_parts
+from roll_modeling.model import DTYPES, load_model, trained_parameters
 from roll_modeling.module_programs import StrategyModule, load_module, model_library
 from roll_modeling.offload import Offloader
 from roll_modeling.pieces import warn_of_mtp, write_gathered
@@ -76,8 +76,10 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         adapters = add_adapters(self.model, self.spec, device=self._mesh.device) if self.spec.lora is not None else None
         if adapters is None or self.training is None:
             self.model.requires_grad_(False)
-            for part in text_parts(self.model) if self.library is None else [self.model]:
-                part.requires_grad_(self.training is not None)
+            if self.training is not None:
+                every = trained_parameters(self.model, self.spec) if self.library is None else self.model.parameters()
+                for parameter in every:
+                    parameter.requires_grad_(True)
         return adapters
 
     def _prepare_blocks(self, config: HuggingFaceConfig) -> None:

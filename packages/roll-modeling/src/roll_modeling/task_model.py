@@ -20,6 +20,7 @@ from roll_core.spec.module_program import move_tensors
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.backbone import Backbone, LanguageHead
+from roll_modeling.images import image_reader
 from roll_modeling.logprobs import HeadOutputs, HeadRequest
 from roll_modeling.model import scalar_head
 from roll_modeling.model_table import position_table
@@ -57,7 +58,11 @@ class TaskModel:
         """
         self.model, self.task, self.chunk_tokens, self.context = model, spec.task, chunk_tokens, context
         replay = RoutingReplay(model) if spec.router_replay else None
-        self.backbone = Backbone(model, attn_implementation=spec.attn_implementation, context=context, replay=replay)
+        self.images = image_reader(model, spec)
+        """Reads the images of microbatches; None for a model without images, or without a processor of them."""
+        self.backbone = Backbone(
+            model, attn_implementation=spec.attn_implementation, context=context, replay=replay, images=self.images
+        )
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
         self.num_positions = position_table(model.config.to_dict())
         """Longest sequence of a model with a table of positions; None for others."""
@@ -79,8 +84,16 @@ class TaskModel:
     def _outputs(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch) -> TokenOutputs:
         if self.num_positions is not None:
             check_positions(micro, self.num_positions)
+        images = None
+        if self.images is not None:
+            images = self.images.read(host.tokens_T, host.lengths, host.media_S, host.ids)
+        elif any(host.media_S):
+            raise UnsupportedError(
+                f"the batch has images, but {type(self.model).__name__} has no image encoder, or its tokenizer no"
+                " processor of images (preprocessor_config.json) beside it"
+            )
         routed_TMK = micro.routed_experts_TMK
-        hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK)
+        hidden_TH = self.backbone.hidden(micro.tokens_T, micro.positions_T, micro.lengths, routed_TMK, images)
         values_T = self._values(hidden_TH, host) if want.values else None
         if not want.head:
             return TokenOutputs(values_T=values_T, hidden_TH=self._hidden(hidden_TH, host) if want.hidden else None)

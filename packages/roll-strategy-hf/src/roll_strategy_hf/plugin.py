@@ -36,6 +36,7 @@ HF_TRAIN = TrainProvider(
         portable_state=True,
         any_world_size=True,
         router_replay=True,
+        images=True,
         weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
     ),
 )

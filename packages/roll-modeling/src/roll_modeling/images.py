@@ -1,0 +1,256 @@
+"""Images of a microbatch: inputs of the model's image encoder, and the places and positions of their tokens.
+
+    Media ── processor ──► pixels, grids ── encoder, projector ──► features, which replace embeddings of image tokens
+    tokens, grids ── get_rope_index, one sequence at a time ──► positions of models whose positions have several axes
+
+Shapes: T flat tokens, S sequences, A axes of positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from roll_core.data.media import image_media
+from roll_core.data.processor import processor_of
+from roll_core.errors import DataError, ModelError, UnsupportedError
+from roll_core.spec.module_program import move_tensors
+from roll_modeling.model import body_of, image_parts, load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from roll_core.data.processor import Processor
+    from roll_core.spec.model import ModelSpec
+    from roll_core.types import Media
+
+TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments with 1 at the tokens of images, which a model's `forward` may have."""
+PROBE_SIZE = 48, 80
+"""Width and height of the image with which a model is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Images:
+    """Images of one microbatch, on the model's device."""
+
+    arrays: Mapping[str, Tensor]
+    """Inputs of the image encoder."""
+    is_image_T: Tensor
+    """bool, True for tokens whose embeddings are features of images."""
+    positions_AT: Tensor | None
+    """int64, positions on each axis; None for models with one axis."""
+    blocks: tuple[Tensor | None, ...]
+    """For each sequence int64 `[L]`: number of the image of each token, -1 for text; None for a sequence without."""
+    starts_with_image: bool
+    """True if token 0 belongs to an image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Probe:
+    """Sequences with which a model is tried."""
+
+    tokens_T: Tensor
+    """In host memory."""
+    lengths: tuple[int, ...]
+    media_S: tuple[tuple[Media, ...], ...]
+    images: Images
+
+
+class ImageReader:
+    """Reads the images of microbatches for one model."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The model's processor is beside the tokenizer. Raises `UnsupportedError` without a processor."""
+        processor = processor_of(tokenizer)
+        if processor is None:
+            raise UnsupportedError(f"{tokenizer.name_or_path}: no processor of images")
+        module: Any = body_of(model)
+        self._module, self._tokenizer = module, tokenizer
+        self._processor: Processor = processor
+        parts = image_parts(model)
+        self._encoder = parts["vision"][0]
+        self.trained = _are_trained(parts)
+        """True if gradients reach the encoder or the projector."""
+        self.unsupported = ""
+        """Reason why the model cannot read images; empty if it can."""
+        self.both_ways = False
+        """True if the tokens of an image attend to each other in both directions (Gemma 3)."""
+        self._arguments = set(inspect.signature(module.forward).parameters)
+        if "mm_encoder_outputs" not in self._arguments or not hasattr(module, "get_image_features"):
+            self.unsupported = f"{type(module).__name__} of the installed transformers takes no features of images"
+
+    def read(
+        self, tokens_T: Tensor, lengths: Sequence[int], media_S: Sequence[tuple[Media, ...]], ids: Sequence[str]
+    ) -> Images | None:
+        """Images of the sequences whose tokens, in host memory, are `tokens_T`; None without any.
+
+        Raises `DataError` for a sequence whose image tokens are not as many as the features of its images, and
+        `UnsupportedError` for a model that cannot read images.
+        """
+        is_image_T = tokens_T == self._processor.image_token_id
+        media_S = media_S or ((),) * len(lengths)
+        for id, is_image_L, media in zip(ids, torch.split(is_image_T, list(lengths)), media_S, strict=True):
+            num_tokens, num_features = int(is_image_L.sum()), sum(map(self._processor.num_features, media))
+            if num_tokens != num_features:
+                raise DataError(
+                    f"sequence {id}: {num_tokens} image tokens for {num_features} features of {len(media)} images; a"
+                    " response must not contain image tokens, and truncation must not cut through an image"
+                )
+        if not any(media_S):
+            return None
+        if self.unsupported:
+            raise UnsupportedError(f"images are not supported: {self.unsupported}")
+        return self._read(tokens_T, lengths, media_S, ids)
+
+    def _read(
+        self, tokens_T: Tensor, lengths: Sequence[int], media_S: Sequence[tuple[Media, ...]], ids: Sequence[str]
+    ) -> Images:
+        is_image_T = tokens_T == self._processor.image_token_id
+        every = [media for sequence in media_S for media in sequence]
+        arrays = {name: torch.from_numpy(array) for name, array in self._processor.inputs(every).items()}
+        blocks = tuple(_blocks(mask_L) for mask_L in torch.split(is_image_T, list(lengths)))
+        positions_AT = self._positions(tokens_T, lengths, media_S, blocks, arrays, ids)
+        device = next(self._module.parameters()).device
+        named = {**arrays, "is_image_T": is_image_T}
+        named |= {} if positions_AT is None else {"positions_AT": positions_AT}
+        named |= {f"block {index}": block for index, block in enumerate(blocks) if block is not None}
+        moved: dict[str, Any] = move_tensors(named, device)
+        return Images(
+            arrays={name: moved[name] for name in arrays},
+            is_image_T=moved["is_image_T"],
+            positions_AT=moved.get("positions_AT"),
+            blocks=tuple(moved.get(f"block {index}") for index in range(len(blocks))),
+            starts_with_image=bool(is_image_T[0]),
+        )
+
+    def features(self, images: Images) -> Any:
+        """Output of encoder and projector, an argument `mm_encoder_outputs` of the model; without gradients if both are
+        frozen."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
+            return self._module.get_image_features(**self.inputs(images), return_dict=True)
+
+    def inputs(self, images: Images) -> dict[str, Tensor]:
+        """Inputs of the encoder that the model has, in the encoder's dtype."""
+        dtype = next(self._encoder.parameters()).dtype
+        names = inspect.signature(self._module.get_image_features).parameters
+        return {
+            name: array.to(dtype) if array.is_floating_point() else array
+            for name, array in images.arrays.items()
+            if name in names
+        }
+
+    def nothing(self) -> Tensor:
+        """Zero that depends on the encoder and the projector: their output for a small image, times 0.
+
+        A microbatch without images adds it where other ranks wait for this one, or expect gradients.
+        """
+        outputs = self.features(self.probe.images)
+        named = [getattr(outputs, name, None) for name in ("pooler_output", "deepstack_features")]
+        return torch.stack([tensor.flatten()[:0].sum().float() for tensor in _tensors(named)]).sum()
+
+    def types(self, is_image: Tensor) -> dict[str, Tensor]:
+        """Arguments of `TYPES` that the model has."""
+        return {name: is_image.to(torch.int64) for name in TYPES if name in self._arguments}
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if the model may treat the tokens of an image as a block."""
+        return TYPES[0] in self._arguments
+
+    @cached_property
+    def probe(self) -> Probe:
+        """Three sequences, the second of which has a small image."""
+        width, height = PROBE_SIZE
+        pixels = (np.arange(width * height * 3) * 37 % 251).astype(np.uint8).reshape(height, width, 3)
+        media = _pillow(pixels)
+        text = self._processor.expand(self._processor.placeholder, [media])
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        rows = [3, 10, 17, 24], [31, 38, *ids, 45, 52], [5, 12, 19]
+        tokens_T = torch.tensor([token for row in rows for token in row])
+        lengths, media_S = tuple(map(len, rows)), ((), (media,), ())
+        images = self._read(tokens_T, lengths, media_S, ("probe",) * len(rows))
+        return Probe(tokens_T=tokens_T, lengths=lengths, media_S=media_S, images=images)
+
+    def _positions(
+        self,
+        tokens_T: Tensor,
+        lengths: Sequence[int],
+        media_S: Sequence[tuple[Media, ...]],
+        blocks: Sequence[Tensor | None],
+        arrays: Mapping[str, Tensor],
+        ids: Sequence[str],
+    ) -> Tensor | None:
+        get_rope_index: Any = getattr(self._module, "get_rope_index", None)
+        if get_rope_index is None:
+            return None
+        grids_S = torch.split(arrays["image_grid_thw"], [len(media) for media in media_S])
+        parts: list[Tensor] = []
+        every = zip(ids, torch.split(tokens_T, list(lengths)), grids_S, blocks, strict=True)
+        for id, tokens_L, grids, block_L in every:
+            if block_L is None:
+                parts.append(torch.arange(len(tokens_L)).expand(3, -1))
+                continue
+            if int(block_L.max()) + 1 != len(grids):
+                raise DataError(
+                    f"sequence {id}: images are not separated by other tokens, as the model's template does"
+                )
+            types = (block_L >= 0).to(torch.int64)[None]
+            positions_A1L, _ = get_rope_index(
+                input_ids=tokens_L[None], mm_token_type_ids=types, image_grid_thw=grids, attention_mask=None
+            )
+            parts.append(positions_A1L[:, 0])
+        return torch.cat(parts, dim=1)
+
+
+def image_reader(model: PreTrainedModel, spec: ModelSpec) -> ImageReader | None:
+    """Reader for a model that has an image encoder, and whose tokenizer has a processor beside it; otherwise None.
+
+    Raises `ModelError` if the encoder or projector is trained, but there is no processor.
+    """
+    parts = image_parts(model)
+    tokenizer = load_tokenizer(spec) if parts and (spec.tokenizer or spec.path) else None
+    if tokenizer is not None and processor_of(tokenizer) is not None:
+        return ImageReader(model, tokenizer)
+    if _are_trained(parts):
+        raise ModelError(
+            f"{type(model).__name__}: model_args.freeze leaves the image encoder or projector to be trained, but the"
+            f" tokenizer {spec.tokenizer or spec.path!r} has no processor (preprocessor_config.json) beside it: freeze"
+            " both vision and projector"
+        )
+    return None
+
+
+def _are_trained(parts: Mapping[str, Sequence[nn.Module]]) -> bool:
+    return any(parameter.requires_grad for part in chain(*parts.values()) for parameter in part.parameters())
+
+
+def _pillow(pixels: Any) -> Media:
+    from PIL import Image
+
+    return image_media(Image.fromarray(pixels))
+
+
+def _blocks(is_image_L: Tensor) -> Tensor | None:
+    """Number of the run of image tokens to which each token belongs, -1 for others; None if there is no run."""
+    if not bool(is_image_L.any()):
+        return None
+    starts_L = is_image_L & ~torch.cat([is_image_L.new_zeros(1), is_image_L[:-1]])
+    return torch.where(is_image_L, starts_L.cumsum(0) - 1, -1)
+
+
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, (list, tuple)):
+        for part in nested:
+            yield from _tensors(part)
