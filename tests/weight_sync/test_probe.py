@@ -3,13 +3,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from roll_core.data.processor import processor_of
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
-from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, logprob_probe, mean_gap
+from roll_core.runtime.run.probe import (
+    Compared,
+    ProbeReading,
+    check_follows,
+    image_prompt,
+    logprob_probe,
+    mean_gap,
+)
+from roll_core.runtime.run.weight_sync import probe_tokens
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.providers import InferCapabilities
 from roll_core.types import Completion, CompletionOutput
 from roll_testing.errors import raises_error
+from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, write_processor
 
 TOKENS = np.array([5, 6, 7, 8], np.int64)
 
@@ -229,3 +240,79 @@ def test_sampled_sequences_have_distinct_prompts():
     engine, tokens = Listening([0.0] * 32, sampled=[2], logprobs=[-2]), np.arange(32)
     asyncio.run(logprob_probe(AnyTokens(), engine, tokens, max_length=64, can=CAN, vocab_size=32))
     assert engine.prompts == [tokens.tolist(), *(list(range(i, i + 8)) for i in (0, 8, 16, 24))]
+
+
+TEXT = np.arange(1, 11)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    write_processor(tmp_path, "qwen2_5_vl")
+    return AutoTokenizer.from_pretrained(tmp_path)
+
+
+def test_probe_of_text_has_no_tokens_of_images(tokenizer):
+    # All but the last tokens belong to images, so that random ids would have some of them.
+    processor = processor_of(tokenizer)
+    processor.media_token_ids = tuple(range(1, len(tokenizer)))
+    assert set(probe_tokens(tokenizer, 64)) == {0}
+
+
+def test_image_of_the_probe_is_between_text(tokenizer):
+    prompt = image_prompt(TEXT, tokenizer, 64)
+    # 96 x 64 pixels are 3 x 2 features of 28 x 28.
+    assert prompt.tokens.tolist() == [1, 2, 3, 4, *[IDS[IMAGE_TOKEN]] * 6, 5, 6, 7, 8]
+    assert (prompt.end, prompt.media.width, prompt.media.height) == (10, 96, 64)
+    assert image_prompt(TEXT, tokenizer, 15) is not None
+    assert image_prompt(TEXT, tokenizer, 14) is None
+
+
+class SeeingTrainer(Trainer):
+    """The logprob of every token is -1, and -2 for tokens after an image that it has."""
+
+    async def score(self, sequences, want):
+        def logprobs(sequence):
+            is_image = sequence.tokens == IDS[IMAGE_TOKEN]
+            assert is_image.any() == bool(sequence.media)
+            return np.where(np.cumsum(is_image) == 6, -2, -1).astype(np.float32)
+
+        return ScoredSequences(logprobs=[logprobs(sequence) for sequence in sequences])
+
+
+class SeeingEngine:
+    """Likewise, but tokens after an image have these logprobs."""
+
+    name = "actor_infer"
+
+    def __init__(self, after_image, num_sampled=3):
+        self.after_image, self.num_sampled = after_image, num_sampled
+
+    async def generate_on_each(self, requests):
+        return {0: [self.answer(request) for request in requests]}
+
+    def answer(self, request):
+        logprob = self.after_image if request.media else -1
+        prompt = np.full(len(request.prompt_ids), logprob, np.float32)
+        output = CompletionOutput(
+            token_ids=np.full(self.num_sampled, 9),
+            logprobs=np.full(self.num_sampled, logprob, np.float32),
+            versions=np.zeros(self.num_sampled, np.int32),
+            finish_reason="length",
+        )
+        return Completion(id=request.id, outputs=(output,), prompt_logprobs=prompt if request.prompt_logprobs else None)
+
+
+@pytest.mark.parametrize("prompt_logprobs", [True, False])
+@pytest.mark.parametrize(("after_image", "gap"), [(-2.0, 0.0), (-1.25, 0.75)])
+def test_engine_that_sees_another_image_has_a_gap_after_it(tokenizer, after_image, gap, prompt_logprobs):
+    can = InferCapabilities(prompt_logprobs=prompt_logprobs, images=True)
+    image = image_prompt(TEXT, tokenizer, 64)
+    reading = asyncio.run(
+        logprob_probe(
+            SeeingTrainer(), SeeingEngine(after_image), TEXT, can=can, vocab_size=264, max_length=64, image=image
+        )
+    )[0]
+    assert mean_gap(reading.image) == pytest.approx(gap)
+    assert mean_gap(reading.sampled) == 0
+    (compared,) = reading.image
+    assert compared.tokens.tolist() == [*([5, 6, 7, 8] if prompt_logprobs else []), 9, 9, 9]

@@ -88,6 +88,8 @@ class RequestQueue:
         """Set while no replica is alive and replacements are expected."""
         self.finished: Counter[str] = Counter()
         """Requests so far that were `completed`, `failed` or `cancelled`."""
+        self.has_images = False
+        """True once a request had images."""
         self.num_lost_replicas = self.num_continued = 0
         """Numbers of lost replicas, and of interrupted outputs that were continued."""
         for replica in replicas:
@@ -141,6 +143,7 @@ class RequestQueue:
         pending.on_progress = on_progress
         pending.done.add_done_callback(retrieve)
         self._requests[request.id] = pending
+        self.has_images = self.has_images or bool(request.media)
         if all(output.complete for output in outputs):
             # Later: the caller has no `pending` yet whose result it could await.
             loop.call_soon(self._continue, pending, outputs)

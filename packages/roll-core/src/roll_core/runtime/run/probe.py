@@ -6,6 +6,8 @@ was never loaded.
 
     fixed tokens       prompt logprobs, if the engine returns them     compared with the trainer's, and with the
     sampled tokens     logprobs of a few tokens after fixed prompts    previous probe: do both sides change?
+    an image           logprobs of the tokens after it, prompt and     compared with the trainer's: both need the same
+                       sampled, if the engine reads images             pixels, encoder and positions
 
 With router replay the trainer routes each token to the replica's experts, as in training. Without it a router may
 choose other experts after a small change of the weights, at one side only: that token and all later ones of its
@@ -14,11 +16,12 @@ sequence move far. So one sequence, or one token, does not prove that weights ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from roll_core.data.media import image_media
 from roll_core.errors import NonFiniteError, StaleWeightsError, WeightSyncError
 from roll_core.runtime.rollout.program import PROBE
 from roll_core.spec.train import WantedOutputs
@@ -27,11 +30,15 @@ from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import PreTrainedTokenizerBase
+
     from roll_core.runtime.run.roles import GroupInferRole
     from roll_core.spec.pipeline import TrainRole
     from roll_core.spec.providers import InferCapabilities
-    from roll_core.types import Completion, Floats, RoutedExperts, TokenIds
+    from roll_core.types import Completion, Floats, Media, RoutedExperts, TokenIds
 
+IMAGE_SIZE = 96, 64
+"""Width and height of the probe's image."""
 SAMPLED_PROMPT, SAMPLED_TOKENS = 8, 16
 """Maximum prompt and response length of a sampled sequence in tokens; together shorter than `PROBE_TOKENS`."""
 MOVED = 1e-4
@@ -74,6 +81,40 @@ class ProbeReading:
     sampled: tuple[Compared | None, ...]
     """By prompt; None if the replica sampled nothing or ids outside the trainer's vocabulary. Rollout checks report
     such ids."""
+    image: tuple[Compared, ...] = ()
+    """Tokens after an image; empty if the probe had none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """Tokens with one image."""
+
+    tokens: TokenIds
+    media: Media
+    end: int
+    """Number of tokens up to the last one of the image."""
+
+
+def image_prompt(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, max_length: int) -> ImagePrompt | None:
+    """A generated image between some of `tokens`, which are text.
+
+    None for a model of text, and if `max_length` has no room for the image and a sampled token.
+    """
+    from roll_core.data.processor import processor_of
+
+    if (processor := processor_of(tokenizer)) is None:
+        return None
+    from PIL import Image
+
+    media = image_media(Image.radial_gradient("L").resize(IMAGE_SIZE))
+    text = processor.expand(processor.placeholder, [media])
+    image = np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+    before, after = tokens[: SAMPLED_PROMPT // 2], tokens[SAMPLED_PROMPT // 2 : SAMPLED_PROMPT]
+    all_tokens = np.concatenate([before, image, after])
+    if len(all_tokens) >= max_length:
+        return None
+    last = int(np.flatnonzero(all_tokens == processor.image_token_id)[-1])
+    return ImagePrompt(all_tokens, media, last + 1)
 
 
 def mean_gap(sequences: Sequence[Compared | None]) -> float | None:
@@ -90,12 +131,14 @@ async def logprob_probe(
     can: InferCapabilities,
     vocab_size: int,
     max_length: int,
+    image: ImagePrompt | None = None,
     replays_experts: bool = False,
 ) -> dict[int, ProbeReading]:
     """Probe every replica that is alive at temperature 1 and return the readings by rank.
 
     No request is longer than `max_length`, the run's longest sequence: models and engines may have no room for more.
-    `replays_experts`: both roles were started with router replay.
+    `image` is also sampled from: trainer and engine read images. `replays_experts`: both roles were started with router
+    replay.
 
     Raises `NonFiniteError` if a logprob is NaN or infinite, and `WeightSyncError` if the trainer or a replica returns
     no or too few logprobs.
@@ -104,11 +147,14 @@ async def logprob_probe(
     prompts = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, SAMPLED_PROMPT)]
     num_sampled = max(1, min(SAMPLED_TOKENS, max_length - size))
 
-    def request(id: str, prompt: TokenIds, max_new_tokens: int, *, prompt_logprobs: bool = False) -> GenerateRequest:
+    def request(
+        id: str, prompt: TokenIds, max_new_tokens: int, *, media: tuple[Media, ...] = (), prompt_logprobs: bool = False
+    ) -> GenerateRequest:
         seed = 0 if can.seeds else None
         return GenerateRequest(
             id=id,
             prompt_ids=prompt,
+            media=media,
             params=SamplingParams(max_new_tokens=max_new_tokens, temperature=1.0, seed=seed),
             prompt_logprobs=prompt_logprobs,
             routed_experts=replays_experts,
@@ -117,12 +163,18 @@ async def logprob_probe(
 
     prompt_logprobs = [request("probe", tokens, 1, prompt_logprobs=True)] if can.prompt_logprobs else []
     sampling = [request(f"probe sampled {i}", prompt, num_sampled) for i, prompt in enumerate(prompts)]
-    completions = await infer.generate_on_each([*prompt_logprobs, *sampling])
+    of_image: list[GenerateRequest] = []
+    if image is not None:
+        num = min(SAMPLED_TOKENS, max_length - len(image.tokens))
+        of_image = [
+            request("probe image", image.tokens, num, media=(image.media,), prompt_logprobs=can.prompt_logprobs)
+        ]
+    completions = await infer.generate_on_each([*prompt_logprobs, *sampling, *of_image])
     fixed = {rank: of_rank[0] for rank, of_rank in completions.items() if prompt_logprobs}
     sampled = {
         (rank, i): completion.outputs[0]
         for rank, of_rank in completions.items()
-        for i, completion in enumerate(of_rank[len(prompt_logprobs) :])
+        for i, completion in enumerate(of_rank[len(prompt_logprobs) :][: len(sampling)])
         if completion.outputs and _exist(completion.outputs[0].token_ids, vocab_size)
     }
     sequences = {"fixed": _sequence("fixed", tokens, 1)}
@@ -133,6 +185,12 @@ async def logprob_probe(
     for (rank, i), output in sampled.items():
         id = f"sampled {rank} {i}"
         sequences[id] = _sequence(id, np.concatenate([prompts[i], output.token_ids]), size, output.routed_experts)
+    after_image = {
+        rank: _after_image(image, of_rank[-1], vocab_size)
+        for rank, of_rank in completions.items()
+        if image is not None and of_rank[-1].outputs
+    }
+    sequences |= {f"image {rank}": sequence for rank, (sequence, _) in after_image.items()}
     scored = await train.score(list(sequences.values()), WantedOutputs(logprobs=True))
     if scored.logprobs is None:
         raise WeightSyncError(f"{train.name} returned no logprobs of the probe tokens")
@@ -144,7 +202,14 @@ async def logprob_probe(
         who = f"{infer.name} rank {rank}"
         expected = by_trainer.get(f"fixed {rank}", by_trainer["fixed"])
         first = (_fixed(fixed[rank], tokens, expected, who),) if rank in fixed else ()
-        return ProbeReading(first, tuple(response(rank, i) for i in range(len(prompts))))
+        sampled_tokens = tuple(response(rank, i) for i in range(len(prompts)))
+        if rank not in after_image:
+            return ProbeReading(first, sampled_tokens)
+        sequence, logprobs = after_image[rank]
+        _require_finite(who, logprobs)
+        start = len(sequence.tokens) - len(logprobs)
+        of_image = Compared(sequence.tokens[start:], logprobs, by_trainer[f"image {rank}"][start:])
+        return ProbeReading(first, sampled_tokens, (of_image,) if len(logprobs) else ())
 
     def response(rank: int, i: int) -> Compared | None:
         if (output := sampled.get((rank, i))) is None:
@@ -175,6 +240,18 @@ def check_follows(who: str, version: int, before: ProbeReading | None, now: Prob
 def _sequence(id: str, tokens: TokenIds, prompt: int, experts: RoutedExperts | None = None) -> TrainSequence:
     mask = np.arange(len(tokens)) >= prompt
     return TrainSequence(id=f"probe {id}", tokens=tokens, loss_mask=mask, routed_experts=experts)
+
+
+def _after_image(image: ImagePrompt, completion: Completion, vocab_size: int) -> tuple[TrainSequence, Floats]:
+    """The prompt with the sampled tokens, and the engine's logprobs of its last tokens, all after the image."""
+    output = completion.outputs[0]
+    exist = _exist(output.token_ids, vocab_size)
+    response, logprobs = (output.token_ids, output.logprobs) if exist else (output.token_ids[:0], output.logprobs[:0])
+    if completion.prompt_logprobs is not None:
+        logprobs = np.concatenate([completion.prompt_logprobs[image.end :], logprobs])
+    tokens = np.concatenate([image.tokens, response])
+    sequence = _sequence("image", tokens, image.end, output.routed_experts)
+    return replace(sequence, media=(image.media,)), logprobs
 
 
 def _exist(ids: TokenIds, vocab_size: int) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll_core.config.weight_transports import choose_transport, load_transport
+from roll_core.data.processor import processor_of
 from roll_core.errors import (
     ReceiverTimeoutError,
     RollError,
@@ -18,7 +19,7 @@ from roll_core.errors import (
     WorkerDiedError,
 )
 from roll_core.runtime.cluster.executors.base import WorkerStub
-from roll_core.runtime.run.probe import ProbeReading, check_follows, logprob_probe, mean_gap
+from roll_core.runtime.run.probe import ProbeReading, check_follows, image_prompt, logprob_probe, mean_gap
 from roll_core.runtime.run.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
 from roll_core.runtime.weights.publisher import WeightPublisher
@@ -29,6 +30,8 @@ from roll_core.spec.platform import HOST_DEVICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.record import RunRecord
@@ -202,11 +205,15 @@ class WeightSyncController:
         run, engine = self._run, self._run.engine(target)
         guard, weight_format = run.config.guards.logprob_probe, engine.config.weight_format
         max_length = run.config.prompt_length + run.config.response_length
+        tokens, image = probe_tokens(run.tokenizer, max_length), None
+        if engine.queue.has_images and run.train_role(source).capabilities.images:
+            image = image_prompt(tokens, run.tokenizer, max_length)
         readings = await logprob_probe(
             run.train_role(source),
             engine,
-            probe_tokens(len(run.tokenizer), max_length),
+            tokens,
             max_length=max_length,
+            image=image,
             can=engine.capabilities,
             vocab_size=run.vocab_size(source),
             replays_experts=run.config.replays_experts
@@ -235,6 +242,7 @@ class WeightSyncController:
             return gaps[worst]
 
         check("sampled", "of tokens that the engine sampled", limit)
+        check("image", "of tokens after an image", guard.bound(weight_format))
         gap = check("fixed", "on the probe tokens", guard.bound(weight_format))
         return {} if gap is None else {"weight_sync/logprob_probe": gap}
 
@@ -250,7 +258,11 @@ async def _self_test_failure(publisher: WeightPublisher) -> str:
     return ""
 
 
-def probe_tokens(vocab_size: int, max_length: int) -> TokenIds:
-    """Fixed pseudo-random tokens of a vocabulary, at least 2, with room for a sampled one in `max_length`."""
+def probe_tokens(tokenizer: PreTrainedTokenizerBase, max_length: int) -> TokenIds:
+    """Fixed pseudo-random tokens of text, at least 2, with room for a sampled one in `max_length`."""
     size = max(2, min(PROBE_TOKENS, max_length - 1))
-    return np.random.default_rng(0).integers(0, vocab_size, size=size, dtype=np.int64)
+    tokens = np.random.default_rng(0).integers(0, len(tokenizer), size=size, dtype=np.int64)
+    processor = processor_of(tokenizer)
+    reserved = () if processor is None else processor.media_token_ids
+    text_id = next(id for id in range(len(tokenizer)) if id not in reserved)
+    return np.where(np.isin(tokens, reserved), text_id, tokens)
