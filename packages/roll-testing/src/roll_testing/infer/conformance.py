@@ -5,6 +5,7 @@ from __future__ import annotations
 from roll_testing.infer.adapters import AdapterTests
 from roll_testing.infer.contract import InferContractTests
 from roll_testing.infer.ends import EndTests
+from roll_testing.infer.images import ImageTests
 from roll_testing.infer.lifecycle import LifecycleTests
 from roll_testing.infer.numbers import InferNumberTests
 from roll_testing.infer.routing import RoutingTests
@@ -17,6 +18,7 @@ from roll_testing.packaging import PackagingTests
 class InferStrategyConformance(
     PackagingTests,
     RoutingTests,
+    ImageTests,
     AdapterTests,
     StartingTests,
     LifecycleTests,

@@ -43,7 +43,7 @@ def check_against_trainer(
             tokens = np.concatenate([request.prompt_ids, output.token_ids])
             num_prompt[key] = len(request.prompt_ids)
             sampled = np.arange(len(tokens)) >= num_prompt[key]
-            sequences.append(TrainSequence(id=key, tokens=tokens, loss_mask=sampled))
+            sequences.append(TrainSequence(id=key, tokens=tokens, media=request.media, loss_mask=sampled))
             logprobs[key] = output.logprobs
     case = Case(
         provider=registry().find(TrainProvider, strategy),

@@ -1,0 +1,152 @@
+"""A small model with images, and its reference logits."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from roll_core.data.media import image_media
+from roll_core.data.processor import processor_of
+from roll_core.data.tokenizers import make_tokenizer
+from roll_core.errors import ModelError
+from roll_core.spec.config import TokenizerConfig
+from roll_core.spec.model import ModelSpec
+from roll_modeling.model import DTYPES, quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from roll_core.types import Media, TokenIds
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VOCABULARY = 2 + len(SPECIAL) + len(ALPHABET)
+"""Padding and end come first."""
+ARCHITECTURE: Mapping[str, Any] = {
+    "text_config": {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+        "initializer_range": 0.1,
+        "vocab_size": VOCABULARY,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    },
+    "vision_config": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "depth": 2,
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+        "initializer_range": 0.1,
+    },
+    "vision_start_token_id": 2,
+    "vision_end_token_id": 3,
+    "image_token_id": 4,
+    "video_token_id": 5,
+    "tie_word_embeddings": False,
+}
+"""A Qwen2.5-VL. Heads have 32 units: few kernels of engines support smaller ones."""
+PREPROCESSOR: Mapping[str, Any] = {
+    "processor_class": "Qwen2_5_VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 28 * 28, "longest_edge": 112 * 112},
+    "patch_size": 14,
+}
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names of the input that is 1 at image tokens."""
+
+
+def write_image_model(folder: Path) -> ModelSpec:
+    """Write a directory with random float32 weights, a tokenizer of single characters, and a processor."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tokenizer = make_tokenizer(TokenizerConfig(kind="char", alphabet=ALPHABET), (), folder, control_tokens=SPECIAL)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR), encoding="utf-8")
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        config = AutoConfig.for_model("qwen2_5_vl", **ARCHITECTURE)
+        AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return ModelSpec(path=str(folder))
+
+
+def random_image(width: int, height: int, seed: int = 0) -> Media:
+    """Return an image with random pixels."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return image_media(Image.fromarray(pixels))
+
+
+class ImageReference:
+    """A stored model with images, run by transformers one sequence at a time."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+        with quiet():
+            # Weights are rounded to the strategy's dtype, then computed with in float32.
+            rounded = AutoModelForImageTextToText.from_pretrained(
+                spec.path, dtype=DTYPES[spec.dtype], attn_implementation="eager"
+            )
+            self._tokenizer = AutoTokenizer.from_pretrained(spec.path)
+        self.module: Any = rounded.float().eval().requires_grad_(False)
+        processor = processor_of(self._tokenizer)
+        if processor is None:
+            raise ModelError(f"{spec.path}: no processor of images")
+        self.processor = processor
+
+    def prompt(self, media: Sequence[Media]) -> TokenIds:
+        """Return the ids of a text with these images."""
+        parts: list[dict[str, str]] = [{"type": "text", "text": "a"}]
+        for i in range(len(media)):
+            parts += [{"type": "image"}, {"type": "text", "text": "bc"[i % 2] * 3}]
+        text = self._tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        ids = self._tokenizer.encode(self.processor.expand(text, media), add_special_tokens=False)
+        return np.asarray(ids, dtype=np.int64)
+
+    def logits(self, tokens: TokenIds, media: Sequence[Media]) -> npt.NDArray[np.float64]:
+        """Return `[L, V]` logits of tokens with all of these images; row `t` predicts the token after token `t`."""
+        ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))[None]
+        known = inspect.signature(self.module.forward).parameters
+        inputs = {
+            name: torch.from_numpy(array) for name, array in self.processor.inputs(media).items() if name in known
+        }
+        if media:
+            types = (ids == self.processor.image_token_id).long()
+            inputs |= {name: types for name in TOKEN_TYPES if name in known}
+        with torch.no_grad():
+            logits_LV: Tensor = self.module(input_ids=ids, use_cache=False, **inputs).logits[0]
+        return logits_LV.double().numpy()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of the weights, by the names under which they are published."""
+        return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights."""
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(weights[name])
