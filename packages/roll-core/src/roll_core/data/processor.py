@@ -49,7 +49,6 @@ class Processor:
         """Text that the chat template writes for an image."""
         # The placeholder of Gemma 3 is not the token of its features, which comes first among the ids of images.
         self.image_token_id = int(next(iter(processor.image_token_ids)))
-        self._image_token = str(tokenizer.convert_ids_to_tokens(self.image_token_id))
         """Id of the tokens whose embeddings the features of images replace."""
         self._image_token = str(tokenizer.convert_ids_to_tokens(self.image_token_id))
         special = {*processor.image_token_ids, tokenizer.convert_tokens_to_ids(placeholder)}
@@ -103,10 +102,6 @@ class Processor:
     def shortened(self, text: str) -> str:
         """Text for people, with each run of a token of images as one token and their number."""
         return self._runs.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
-
-    def num_features(self, media: Media) -> int:
-        """Number of features of an image: of the tokens with id `image_token_id`."""
-        return self._processed(media)[0].count(self._image_token)
 
     def inputs(self, media: Sequence[Media]) -> dict[str, npt.NDArray[Any]]:
         """Arrays of some images for the model's forward pass, concatenated in order; empty without images.
