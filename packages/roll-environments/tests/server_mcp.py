@@ -1,11 +1,14 @@
 """An MCP server of a user: a lock with a number. `python server_mcp.py stdio|http [PORT]`."""
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Image
+from PIL import Image as Pillow
 
 server = MCPServer("lock")
 lock = {"number": 0, "open": 0}
@@ -29,6 +32,14 @@ def turn(number: int) -> str:
         raise ValueError("no such number")
     lock["open"] = int(number == lock["number"])
     return "open" if lock["open"] else "closed"
+
+
+@server.tool()
+def look() -> list[str | Image]:
+    """A picture of the lock."""
+    file = io.BytesIO()
+    Pillow.new("RGB", (28, 56), (lock["number"], 0, 0)).save(file, "PNG")
+    return ["Lock:", Image(data=file.getvalue(), format="png")]
 
 
 @server.tool()

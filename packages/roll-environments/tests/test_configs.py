@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
 from roll_core.cli import main as cli
@@ -163,6 +164,15 @@ def test_an_episode_is_played_by_hand(capsys: pytest.CaptureFixture[str], monkey
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
         assert cli.main([*words[:2], *(words[index] for index in order)]) == 0
         assert capsys.readouterr().out == shown
+
+
+def test_a_played_image_is_saved_as_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/call paint\n"))
+    assert cli.main(["envs", "play", "tools", "class=test_tools:Painter"]) == 0
+    shown = capsys.readouterr().out
+    (line,) = [line for line in shown.splitlines() if "4 x 2" in line]
+    with Image.open(line.rpartition(" ")[2]) as image:
+        assert image.getpixel((3, 1)) == (3, 0, 0)
 
 
 def test_a_task_has_the_columns_of_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers_environments import called, play
+from PIL import Image
 
+from roll_core.data.media import received_message
 from roll_core.spec.environment import Reply
+from roll_core.types import IMAGE
 from roll_environments.gymnasium_adapter import GymnasiumAdapter, numbers
 from roll_environments.targets import WrappedError
 from roll_testing import EnvironmentConformance
@@ -294,3 +297,66 @@ def test_a_failure_of_gymnasium_names_its_version() -> None:
     environment.env = SimpleNamespace(unwrapped=environment.env.unwrapped, step=lambda action: 1 / 0)
     with raises_error(WrappedError, gymnasium.__version__, "FrozenLakeEnv", "ZeroDivisionError"):
         called(environment, "step", Reply(text="1"))
+
+
+class Rendered:
+    """An environment of a user whose `render` returns `frame`."""
+
+    def __init__(self, *, frame: Any, render_mode: str | None = None) -> None:
+        self.frame, self.render_mode = frame, render_mode
+        self.action_space = SimpleNamespace(n=2)
+
+    def reset(self, *, seed: int) -> tuple[int, dict[str, Any]]:
+        return 0, {}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        return 1, 0.0, False, False, {}
+
+    def render(self) -> Any:
+        return np.asarray(self.frame) if self.render_mode == "rgb_array" else "text"
+
+
+def make_picture(seed: int = 0) -> Any:
+    return Image.new("RGB", (4, 2), (seed, 0, 0))
+
+
+def as_picture(observation: int) -> Any:
+    return make_picture(observation)
+
+
+RED = np.full((2, 4, 3), [9, 0, 0], dtype=np.uint8)
+
+
+def test_a_rendering_is_an_image_of_each_observation() -> None:
+    environment = GymnasiumAdapter(make="test_gymnasium:Rendered", options={"frame": RED}, observation="image")
+    opening, turns, _ = play(environment, ["1"])
+    assert opening.messages[0]["content"] == f"{environment.instruction}\n{IMAGE}"
+    assert turns[0].messages[0]["content"] == IMAGE
+    for message in (opening.messages[0], turns[0].messages[0]):
+        (media,) = received_message(message)["media"]
+        assert np.array_equal(np.asarray(media.image()), RED)
+
+
+def test_an_own_function_makes_an_image_of_an_observation() -> None:
+    options = {"frame": RED}
+    environment = GymnasiumAdapter(
+        make="test_gymnasium:Rendered", options=options, observation="test_gymnasium:as_picture", prompt=""
+    )
+    opening, turns, _ = play(environment, ["1"])
+    messages = [received_message(message) for message in (*opening.messages, *turns[0].messages)]
+    assert [message["media"][0].image().getpixel((0, 0)) for message in messages] == [(0, 0, 0), (1, 0, 0)]
+
+
+def test_a_rendering_without_pixels_is_an_error() -> None:
+    options = {"frame": RED, "render_mode": "human"}
+    with raises_error(WrappedError, "Rendered", "observation:", "rgb_array"):
+        play(GymnasiumAdapter(make="test_gymnasium:Rendered", options=options, observation="image"), [])
+
+
+@engine
+def test_gymnasium_renders_its_environment_as_an_image() -> None:
+    pytest.importorskip("pygame")
+    environment = GymnasiumAdapter(id="CartPole-v1", observation="image", actions=["left", "right"])
+    opening, _, _ = play(environment, ["left"])
+    (media,) = received_message(opening.messages[0])["media"]
+    assert (media.width, media.height) == (600, 400)

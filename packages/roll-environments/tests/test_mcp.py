@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from helpers_environments import call, called, end, free_port, pids, play, wait_for_port
 
+from roll_core.data.media import received_message
 from roll_core.spec.environment import Reply
+from roll_core.types import IMAGE
 from roll_environments.mcp_adapter import McpServer
 from roll_environments.targets import WrappedError
 from roll_testing import EnvironmentConformance
@@ -39,7 +41,9 @@ class TestLock(EnvironmentConformance):
 
 
 def test_tools_are_listed_and_hidden_ones_are_not() -> None:
-    opening, turns, score = play(McpServer(command=STDIO, **HIDDEN), [call("turn", number=7), "Done."], seed=7)
+    opening, turns, score = play(
+        McpServer(command=STDIO, tools=["turn"], **HIDDEN), [call("turn", number=7), "Done."], seed=7
+    )
     (tool,) = opening.tools
     assert tool["function"]["name"] == "turn"
     assert tool["function"]["parameters"]["properties"]["number"]["type"] == "integer"
@@ -48,6 +52,16 @@ def test_tools_are_listed_and_hidden_ones_are_not() -> None:
     assert turns[1].done
     assert score is not None
     assert score.value == 1
+
+
+def test_images_of_results_are_passed_on() -> None:
+    for images, content in ((True, f"Lock:\n{IMAGE}"), (False, "Lock:\n[image]")):
+        environment = McpServer(command=STDIO, images=images, **HIDDEN)
+        _, turns, _ = play(environment, [call("look"), "Done."], seed=7)
+        message = received_message(turns[0].messages[0])
+        assert (message["role"], message["content"]) == ("tool", content)
+        pixels = [media.image().getpixel((0, 0)) for media in message.get("media", ())]
+        assert pixels == [(7, 0, 0)] * images
 
 
 def length(task: Any, messages: Any) -> float:

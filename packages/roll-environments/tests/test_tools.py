@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers_environments import call, play
+from helpers_environments import Counter, call, play
+from PIL import Image
 
+from roll_core.data.media import received_message
 from roll_core.spec.environment import Reply
+from roll_core.types import IMAGE
 from roll_environments.local_search import LocalSearch
 from roll_environments.math_with_python import MathWithPython
 from roll_environments.mcp_adapter import McpServer
@@ -139,9 +142,11 @@ def test_every_part_of_an_mcp_result_has_a_text() -> None:
     result = SimpleNamespace(content=content, structured_content={"a": 1}, is_error=False)
     environment.client = SimpleNamespace(call_tool=None)
     environment.portal = SimpleNamespace(call=lambda *given: result)  # type: ignore[assignment]
-    assert environment._call("read", {}) == ("Here:\na = 1\n[resource]\n[image]", False)
+    assert environment._call("read", {}) == ("Here:\na = 1\n[resource]\n[image]", [], False)
+    result.content = [part("image", data="AA==", mime_type="image/png"), part("text", text="it")]
+    assert environment._call("read", {}) == (f"{IMAGE}\nit", [b"\0"], False)
     result.content = []
-    assert environment._call("read", {}) == ('{"a": 1}', False)
+    assert environment._call("read", {}) == ('{"a": 1}', [], False)
 
 
 @pytest.mark.parametrize("stage", ["init", "reset", "act", "reward"])
@@ -149,3 +154,26 @@ def test_a_failure_names_the_class_and_never_is_a_reward(stage: str) -> None:
     options: dict[str, Any] = {"target": "helpers_environments:Faulty", "options": {"at": stage}, "tool_errors": "fail"}
     with pytest.raises(WrappedError, match=r"helpers_environments:Faulty.*ValueError"):
         play(PythonTools(**options), [call("act"), "done"])
+
+
+class Painter(Counter):
+    """Its tools return images, alone and beside texts."""
+
+    def paint(self) -> Any:
+        """Paint."""
+        return Image.new("RGB", (4, 2), (self.goal, 0, 0))
+
+    def describe(self) -> Any:
+        """Describe."""
+        return [f"a{IMAGE}b", self.paint(), 3]
+
+
+def test_results_of_tools_may_have_images() -> None:
+    environment = PythonTools(target="test_tools:Painter")
+    _, turns, _ = play(environment, [call("paint"), call("describe"), call("undo"), "Done."])
+    painted, described, undone = (received_message(turn.messages[0]) for turn in turns[:3])
+    assert painted["content"] == IMAGE
+    assert described["content"] == f"a\ufffdb\n{IMAGE}\n3"
+    for message in (painted, described):
+        assert [media.image().getpixel((0, 0)) for media in message["media"]] == [(3, 0, 0)]
+    assert undone == {"role": "tool", "tool_call_id": "call00000", "name": "undo", "content": "done"}

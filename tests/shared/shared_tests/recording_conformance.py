@@ -63,6 +63,7 @@ class Sampled:
     prompt_ids: TokenIds
     n: int
     outputs: tuple[CompletionOutput, ...]
+    media: tuple[Media, ...] = ()
 
 
 class ScriptedPolicy(RolloutContext):
@@ -93,7 +94,7 @@ class ScriptedPolicy(RolloutContext):
         if on_progress is None or not self.num_reported:
             await self.open.wait()
         outputs = tuple(self._output(self.replies.pop(0) if self.replies else "number", at) for at in range(n))
-        self.calls.append(Sampled(prompt_ids, n, outputs))
+        self.calls.append(Sampled(prompt_ids, n, outputs, media))
         if on_progress is not None:
             for number in range(1, max(len(each.token_ids) for each in outputs)):
                 if number > self.num_reported:

@@ -92,8 +92,9 @@ class GymnasiumConfig(Config):
     actions: list[str] = Field(default_factory=list)
     """Words for the numbers of a discrete action space, in order."""
     observation: str = "text"
-    """`text`: texts as they are, other values as JSON. `render`: what `render` returns as text. Or your own function,
-    `module:function`, from an observation to a text."""
+    """`text`: texts as they are, other values as JSON. `render`: what `render` returns as text. `image`: the image that
+    `render` returns with `render_mode: rgb_array`, for a model that reads images. Or your own function,
+    `module:function`, from an observation to a text or an image of Pillow."""
     action: Target | None = None
     """Your own function, `module:function`, from a reply's text to an action, or None for an invalid reply."""
     invalid_reward: float = 0.0
@@ -118,7 +119,9 @@ class GymnasiumConfig(Config):
                 if self.make.startswith("gem:"):
                     _installed("gem", "gem-llm")
                 raise
-        if self.observation not in ("text", "render"):
+        if self.observation == "image":
+            _installed("PIL", "roll-core[images]")
+        if self.observation not in ("text", "render", "image"):
             importable(self.observation)
         return self
 
@@ -187,6 +190,8 @@ class McpConfig(Config):
     """Tool without parameters that returns the reward of the episode."""
     reward: Target | None = None
     """Your function instead, `module:function(task, messages)`, that returns the reward."""
+    images: bool = True
+    """Pass on images of results, for a model that reads images. If false, the policy reads `[image]` instead."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> McpConfig:

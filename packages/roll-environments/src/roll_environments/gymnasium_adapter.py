@@ -3,7 +3,7 @@
     observation, info = reset(seed=…)
     observation, reward, terminated, truncated, info = step(action)
 
-Observations become text, and replies become actions of the action space.
+Observations become text or images, and replies become actions of the action space.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing_extensions import override
 
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_environments.targets import WrappedError, calls_to, load
-from roll_environments.tool_calls import as_text
+from roll_environments.tool_calls import as_text, is_image, with_images
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from roll_core.spec.environment import Reply, Task
+    from roll_core.spec.environment import Message, Reply, Task
 
 NUMBER = re.compile(r"[+-]?(?:\d{1,18}(?:\.\d{0,18})?|\.\d{1,18})(?:[eE][+-]?\d{1,2})?")
 CHUNK = re.compile(r"[\w.+\-/%^°]+")
@@ -32,6 +32,8 @@ MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-"))
 THOUSANDS = re.compile(r"(?<![\w.,])([+-]?\d{1,3})((?:[,'’\u00a0\u2009\u202f]\d{3})+)(?![\d,])")
 JOINED = re.compile(r"\d[,'’\u00a0\u2009\u202f]\d")
 """Characters between digits that separate numbers, or thousands, or decimals."""
+RENDER_MODES = {"render": "ansi", "image": "rgb_array"}
+"""Render mode of each `observation` that is a rendering."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -58,19 +60,19 @@ class GymnasiumAdapter(Environment):
     @override
     def reset(self, task: Task, seed: int) -> Opening:
         with calls_to(f"{self.make}({self.id or ''})", "make"):
-            options = {"render_mode": "ansi", **self.options} if self.observation == "render" else self.options
+            mode = RENDER_MODES.get(self.observation)
+            options = {"render_mode": mode, **self.options} if mode else self.options
             self.env = load(self.make)(*([self.id] if self.id else []), **options)
         self.space = getattr(self.env, "action_space", None)
         n = getattr(self.space, "n", None)
         if n is not None and len(self.actions) > n:
             raise WrappedError(f"actions has {len(self.actions)} words, but {self.space} has {n} actions: remove words")
-        self.describe = None if self.observation in ("text", "render") else load(self.observation)
+        self.describe = None if self.observation in ("text", *RENDER_MODES) else load(self.observation)
         self.parse = None if self.action is None else load(self.action)
         with calls_to(self._inner(), "reset"):
             observation, _ = self.env.reset(seed=seed)
         self.instruction = self.prompt if self.prompt is not None else self._instruction()
-        text = "\n".join(part for part in (self.instruction, self._text(observation)) if part)
-        return Opening(messages=[{"role": "user", "content": text}])
+        return Opening(messages=[self._message(observation, *([self.instruction] if self.instruction else []))])
 
     @override
     def step(self, reply: Reply) -> Turn:
@@ -84,7 +86,7 @@ class GymnasiumAdapter(Environment):
             observation, reward, terminated, truncated, _ = self.env.step(action)
             reward = float(reward)
         return Turn(
-            messages=[{"role": "user", "content": self._text(observation)}],
+            messages=[self._message(observation)],
             reward=reward,
             done=bool(terminated),
             truncated=bool(truncated) and not terminated,
@@ -100,14 +102,18 @@ class GymnasiumAdapter(Environment):
     def _inner(self) -> Any:
         return getattr(self.env, "unwrapped", self.env)
 
-    def _text(self, observation: Any) -> str:
+    def _message(self, observation: Any, *before: str) -> Message:
+        """The message with an observation, after the texts `before`."""
         with calls_to(self._inner(), f"observation: {self.observation}"):
             if self.describe is not None:
                 observation = self.describe(observation)
             elif self.observation == "render":
                 observation = COLOUR.sub("", str(self.env.render())).strip()
-            text = as_text(observation)
-        return text
+            elif self.observation == "image":
+                observation = _picture(self.env.render())
+            value = observation if is_image(observation) else as_text(observation)
+        content, media = with_images([*before, *([value] if value else [])])
+        return {"role": "user", "content": content} | ({"media": media} if media else {})
 
     def _instruction(self) -> str:
         """What the action space expects. Empty for spaces of text."""
@@ -145,6 +151,22 @@ class GymnasiumAdapter(Environment):
         number = math.prod(shape) if shape else 1
         values = numbers(text, number)
         return None if values is None else _action_of(self.space, values if shape else values[0])
+
+
+def _picture(frame: Any) -> Any:
+    """An image of Pillow from what `render` returns: one, or an array of its pixels. Raises `TypeError`."""
+    import numpy as np
+    from PIL import Image
+
+    if is_image(frame):
+        return frame
+    pixels = np.asarray(frame)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
+        raise TypeError(
+            f"render returned {type(frame).__name__} of {pixels.dtype} and shape {pixels.shape}, expected the pixels of"
+            " an image: set options: {render_mode: rgb_array}, if the environment has it"
+        )
+    return Image.fromarray(pixels)
 
 
 def numbers(text: str, number: int) -> list[float] | None:

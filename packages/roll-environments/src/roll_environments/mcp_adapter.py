@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import os
 import shutil
@@ -16,7 +17,15 @@ from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.types import Reward
 from roll_environments.supervised import supervised
 from roll_environments.targets import WrappedError, calls_to, described, load
-from roll_environments.tool_calls import ToolCallError, as_text, assistant_message, correction, tool_calls, tool_turn
+from roll_environments.tool_calls import (
+    ToolCallError,
+    as_text,
+    assistant_message,
+    correction,
+    tool_calls,
+    tool_turn,
+    with_images,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,9 +58,11 @@ class McpServer(Environment):
         reset_tool: str | None = None,
         reward_tool: str | None = None,
         reward: str | None = None,
+        images: bool = True,
     ) -> None:
         self.command, self.url, self.env, self.prompt = list(command), url, dict(env or {}), prompt
         self.tools, self.reset_tool, self.reward_tool, self.reward = tools, reset_tool, reward_tool, reward
+        self.images = images
         self.what = f"MCP server {url or ' '.join(command)}"
         self.open: list[AbstractContextManager[Any]] = []
         self.stderr: _StandardError | None = None
@@ -80,8 +91,9 @@ class McpServer(Environment):
         if self.reset_tool is not None:
             properties = listed[self.reset_tool].get("properties", {})
             arguments = {key: value for key, value in {"seed": seed, **self.task}.items() if key in properties}
-            if text := self._own_call(self.reset_tool, arguments):
-                messages.append({"role": "user", "content": text})
+            text, media = self._own_call(self.reset_tool, arguments)
+            if text:
+                messages.append({"role": "user", "content": text} | ({"media": media} if media else {}))
         if not messages:
             raise WrappedError(f"{self.what}: there is no prompt: set prompt, reset_tool, or a column prompt")
         self.messages = list(messages)
@@ -100,7 +112,7 @@ class McpServer(Environment):
     @override
     def score(self) -> Reward | None:
         if self.reward_tool is not None:
-            text = self._own_call(self.reward_tool, {})
+            text, _ = self._own_call(self.reward_tool, {})
             with calls_to(self.what, self.reward_tool):
                 return Reward(value=float(text))
         if self.reward is not None:
@@ -163,34 +175,35 @@ class McpServer(Environment):
         }
         return {tool.name: tool.input_schema for tool in tools}
 
-    def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """The text of a result, and True if the tool reported an error."""
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, list[Any], bool]:
+        """The content of a result, its images, and True if the tool reported an error."""
         with calls_to(self.what, f"tools/call {name}"):
             result = self.portal.call(self.client.call_tool, name, dict(arguments))
-            texts = [_text(block) for block in result.content]
-            if not texts and result.structured_content is not None:
-                texts = [as_text(result.structured_content)]
-        return "\n".join(texts), bool(result.is_error)
+            failed = bool(result.is_error)
+            values = [_value(block, images=self.images and not failed) for block in result.content]
+            if not values and result.structured_content is not None:
+                values = [as_text(result.structured_content)]
+        return *with_images(values), failed
 
-    def _own_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        text, failed = self._call(name, arguments)
+    def _own_call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        text, media, failed = self._call(name, arguments)
         if failed:
             raise WrappedError(f"{self.what}: {name}: {text}")
-        return text
+        return text, media
 
     def _run(self, call: ToolCall) -> tuple[Message, float]:
         """The result of a call of the policy, and 1 if it failed."""
         try:
             if call.name not in self.visible:
                 raise ToolCallError(f"there is no tool {call.name}; there are {', '.join(self.visible)}")
-            text, failed = self._call(call.name, call.arguments)
+            text, media, failed = self._call(call.name, call.arguments)
         except ToolCallError as error:
             return call.error(error), 1.0
         except WrappedError as error:
             if getattr(getattr(error.__cause__, "error", None), "code", None) == INVALID_PARAMS:
                 return call.error(error.__cause__), 1.0
             raise
-        return (call.error(text), 1.0) if failed else (call.result(text), 0.0)
+        return (call.error(text), 1.0) if failed else (call.result(text, media), 0.0)
 
 
 class _StandardError:
@@ -219,9 +232,15 @@ class _StandardError:
         return " ".join("".join(self._lines).split())[-MAX_CHARACTERS:]
 
 
-def _text(content: Any) -> str:
-    """The text of a part of a result. The policy reads only the kind of an image, a sound or a link."""
+def _value(content: Any, *, images: bool) -> str | bytes:
+    """A part of a result: the text, or the bytes of an image. The policy reads only the kind of a sound or a link, and
+    of an image without `images`."""
     if content.type == "text":
         return str(content.text)
-    text = getattr(getattr(content, "resource", None), "text", None)
+    resource = getattr(content, "resource", None)
+    blob = content.data if content.type == "image" else getattr(resource, "blob", None)
+    kind = str(getattr(content if content.type == "image" else resource, "mime_type", None))
+    if images and blob is not None and kind.startswith("image/"):
+        return base64.b64decode(blob)
+    text = getattr(resource, "text", None)
     return f"[{content.type}]" if text is None else str(text)

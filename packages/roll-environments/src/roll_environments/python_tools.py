@@ -16,7 +16,16 @@ from typing_extensions import override
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.types import Reward
 from roll_environments.targets import WrappedError, calls_to, load, wrapped
-from roll_environments.tool_calls import ToolCallError, as_text, assistant_message, correction, tool_calls, tool_turn
+from roll_environments.tool_calls import (
+    ToolCallError,
+    as_text,
+    assistant_message,
+    correction,
+    is_image,
+    tool_calls,
+    tool_turn,
+    with_images,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +101,9 @@ class PythonTools(Environment):
         except (ToolCallError, TypeError) as error:
             return call.error(error), 1.0
         try:
-            return call.result(as_text(await _result(method(**arguments)))), 0.0
+            result = await _result(method(**arguments))
+            values = result if isinstance(result, list | tuple) and any(map(is_image, result)) else [result]
+            return call.result(*with_images([value if is_image(value) else as_text(value) for value in values])), 0.0
         except Exception as error:  # user code
             if self.tool_errors == "reply":
                 return call.error(error), 1.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.environment import Turn
+from roll_core.types import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,9 +47,11 @@ class ToolCall:
         except ToolCallError:
             return str(self.text)
 
-    def result(self, content: str) -> Message:
-        """The message with the result of this call."""
-        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": content}
+    def result(self, content: str, media: Sequence[Any] = ()) -> Message:
+        """The message with the result of this call, whose images are `media`."""
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": content} | (
+            {"media": list(media)} if media else {}
+        )
 
     def error(self, reason: object) -> Message:
         """The message about a call that failed."""
@@ -114,6 +117,21 @@ def tool_schema(name: str, description: str, parameters: Mapping[str, str], **op
             "parameters": {"type": "object", "properties": properties, "required": list(parameters)},
         },
     }
+
+
+def with_images(values: Sequence[Any]) -> tuple[str, list[Any]]:
+    """The content of a message whose lines are texts and images, and its images."""
+    images = [value for value in values if not isinstance(value, str)]
+    if not images:
+        return "\n".join(values), []
+    # A text may contain the character of an image's place.
+    lines = [value.replace(IMAGE, "\ufffd") if isinstance(value, str) else IMAGE for value in values]
+    return "\n".join(lines), images
+
+
+def is_image(value: Any) -> bool:
+    """True for an image of Pillow."""
+    return callable(getattr(value, "convert", None)) and hasattr(value, "getpixel")
 
 
 def as_text(value: Any) -> str:

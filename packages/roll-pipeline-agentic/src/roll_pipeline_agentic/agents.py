@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
+from roll_core.data.media import sent_message
 from roll_core.errors import ContractError, EnvironmentFailure
 from roll_core.spec.agent import Agent, Session
 from roll_core.spec.environment import Reply, Turn
 from roll_core.types import Group, Reward, Rollout
-from roll_pipeline_agentic.calls import seed_of, wire_result
+from roll_pipeline_agentic.calls import check_result, seed_of
 from roll_pipeline_agentic.environment_process import described
 from roll_pipeline_agentic.hosted_agent import HostedAgent
 from roll_pipeline_agentic.hosting import EnvironmentHost
@@ -191,7 +192,7 @@ class AgentHost(EnvironmentHost):
         values: list[float] = []
         turn = Turn()
         for _ in range(self._run_config.max_turns(self.tag)):  # also if the agent replies without calls
-            asked = replace(session, messages=tuple(messages), tools=tuple(opening.tools))
+            asked = replace(session, messages=tuple(map(sent_message, messages)), tools=tuple(opening.tools))
             try:
                 reply = await self._run(agent, recorder, task, asked)
             except EnvironmentFailure:
@@ -249,7 +250,7 @@ class AgentHost(EnvironmentHost):
             if running.cancelled():
                 raise self.failure("run", "was cancelled by the agent itself")
             result = running.result()
-            wire_result("run", result)
+            check_result("run", result)
         except EnvironmentFailure:
             raise
         except Exception as error:  # user code may raise anything; the failure keeps the cause

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.agent import Session
 from roll_core.spec.environment import Opening, Reply, Turn
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.spec.environment import Message, State
+    from roll_core.types import Media, TokenIds
 
 RESULTS: dict[str, tuple[type, ...]] = {
     "reset": (Opening,),
@@ -34,11 +35,10 @@ def wire_arguments(method: str, arguments: tuple[Any, ...]) -> list[Any]:
     return [asdict(argument) if isinstance(argument, Reply | Session) else argument for argument in arguments]
 
 
-def wire_result(method: str, result: Any) -> Any:
-    """Result of a call as JSON values. Raises `TypeError` for a result of the wrong type."""
+def check_result(method: str, result: Any) -> None:
+    """Raise `TypeError` for a result of the wrong type."""
     if not isinstance(result, RESULTS[method]):
         raise TypeError(_unexpected(method, type(result).__name__))
-    return result if result is None or isinstance(result, str) else asdict(cast("Any", result))
 
 
 def result_from(method: str, name: str, wired: Any, *, plain: bool = False) -> Any:
@@ -72,5 +72,12 @@ def digest_of(data: bytes) -> str:
 
 
 def state_of(state: State | None, messages: Sequence[Message]) -> State:
-    """The state that an environment named, or else the digest of its messages."""
-    return state if state is not None else digest_of(json.dumps(list(messages), sort_keys=True).encode())
+    """The state that an environment named, or else the digest of its messages and their images."""
+    if state is not None:
+        return state
+    return digest_of(json.dumps(list(messages), sort_keys=True, default=lambda media: media.digest).encode())
+
+
+def prompt_digest(prompt_ids: TokenIds, media: Sequence[Media]) -> str:
+    """Digest of a prompt. Images of one size have the same tokens."""
+    return digest_of(prompt_ids.tobytes() + "".join(image.digest for image in media).encode())

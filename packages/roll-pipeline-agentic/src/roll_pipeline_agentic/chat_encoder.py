@@ -7,17 +7,21 @@ The chat template proves that this is its own prompt: its rendering of all messa
 the last prompt, continue with the reply, and end with a text that does not depend on the reply. The template may write
 the reply in another way than the model, for example with other blanks in the JSON of a tool call. It may not change
 earlier messages when later ones follow: if it removes reasoning or moves a system message, `extend` returns None.
+
+The rendering has one placeholder for each image of a turn's messages, in their order. The ids have the image's tokens.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from roll_core.data.encode import Encoder
+from roll_core.data.encode import Encoder, media_of
+from roll_core.data.processor import processor_of
 from roll_core.data.reasoning import MARKS, opens_reasoning
 from roll_core.data.templates import SENTINELS, JinjaTemplate, common_end, with_last_value
 from roll_core.errors import DataError
@@ -36,9 +40,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from roll_core.data.processor import Processor
     from roll_core.spec.config import DataArguments
     from roll_core.spec.environment import Message
-    from roll_core.types import TokenIds
+    from roll_core.types import Media, TokenIds
     from roll_pipeline_agentic.tool_calls import ParsedReply, SettledParts, Span
 
 
@@ -50,6 +55,8 @@ TOOL: Mapping[str, Any] = {
     "function": {"name": "f1z", "description": "f", "parameters": {"type": "object", "properties": {}}},
 }
 """A conversation and a tool by which the chat template is tried."""
+PLACE = "a1zb2yc3x"
+"""A text that stands for a message, to find where the chat template renders it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +65,19 @@ class EncodedChat:
 
     messages: tuple[Message, ...]
     text: str
-    """The chat template's rendering of `messages`. `ids` encode it, but contain each reply as it was sampled."""
+    """The chat template's rendering of `messages`. `ids` encode it, but contain each reply as it was sampled, and the
+    tokens of each image instead of its placeholder."""
     ids: TokenIds
     tools: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """Images of `ids`, in their order."""
+        return media_of(self.messages)
+
+
+class UnseenImageError(DataError):
+    """The model cannot see the images of messages: it has no processor, or its chat template drops or moves them."""
 
 
 class ChatEncoder:
@@ -99,6 +116,10 @@ class ChatEncoder:
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         """Characters of the longest token."""
         self._check_template()
+
+    @cached_property
+    def _processor(self) -> Processor | None:
+        return processor_of(self._tokenizer)
 
     def _check_template(self) -> None:
         """Raise `DataError` if the template refuses the beginning of every conversation."""
@@ -162,11 +183,59 @@ class ChatEncoder:
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedChat:
         """Encode a whole conversation. Raises `DataError`."""
+        self._check_sees_images(messages)
         text = self._render(messages, tools)
-        ids = self._encoder.begun(np.asarray(self._encoder.encode(text, self._where), dtype=np.int64))
+        self._check_places(text, messages, tools)
+        expanded = self._encoder.expand(text, messages, self._where)
+        ids = self._encoder.begun(np.asarray(self._encoder.encode(expanded, self._where), dtype=np.int64))
         if len(ids) == 0:
             raise DataError(f"{self._where}: the chat template renders the messages as an empty text")
         return EncodedChat(messages=tuple(messages), text=text, ids=ids, tools=tuple(tools))
+
+    def _check_sees_images(self, messages: Sequence[Message]) -> None:
+        """Raise `UnseenImageError` if the messages have images, which the model or the template cannot have."""
+        if not media_of(messages):
+            return
+        if self._processor is None:
+            raise UnseenImageError(
+                f"{self._where}: a message has an image, but the model has no processor for images: train a model that"
+                " reads images, or use an environment of text"
+            )
+        if not self.accepts_tools:
+            raise UnseenImageError(
+                f"{self._where}: a message has an image, for which a named chat template has no placeholder: set"
+                " data_args.template to native"
+            )
+
+    def _check_places(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], first: int = 0
+    ) -> None:
+        """Raise `UnseenImageError` unless the template renders the images of the messages after the `first` ones, each
+        by one placeholder, message by message. `text` is its rendering of all messages.
+        """
+        numbers = [len(message.get("media", ())) for message in messages]
+        if not any(numbers) or self._processor is None:
+            return
+        placeholder, dropped = self._processor.placeholder, "drops"
+        if text.count(placeholder) >= sum(numbers):
+            for index in range(first, len(numbers)):
+                if numbers[index] in (0, sum(numbers)):
+                    continue
+                marked = {**messages[index], "content": PLACE, "media": ()}
+                shown = self._render((*messages[:index], marked, *messages[index + 1 :]), tools)
+                before, mark, after = shown.partition(PLACE)
+                rest = text.count(placeholder) - sum(numbers)  # of texts that contain it, which `expand` reports
+                places = before.count(placeholder), after.count(placeholder)
+                if mark and not rest and places != (sum(numbers[:index]), sum(numbers[index + 1 :])):
+                    dropped = "moves"
+                    break
+            else:
+                return
+        raise UnseenImageError(
+            f"{self._where}: the {self._template} {dropped} images of messages of the roles"
+            f" {', '.join(dict.fromkeys(str(message['role']) for message in messages if message.get('media')))}: use a"
+            " model whose chat template renders them, or an environment that sends them in another role"
+        )
 
     def least_tokens(self, messages: Sequence[Message]) -> int:
         """A number of tokens that the messages have at least, in a time that does not depend on the template."""
@@ -203,14 +272,14 @@ class ChatEncoder:
     def spans_of_messages(self, chat: EncodedChat, number: int) -> list[tuple[int, int]] | None:
         """Spans in `chat.text` of the contents of the last `number` messages, without blanks around them.
 
-        None if the template rewrites a content, for example escapes it.
+        None if the template rewrites a content, for example escapes it, or if a message has images.
         """
         spans = []
         for index in range(len(chat.messages) - number, len(chat.messages)):
             content = str(chat.messages[index]["content"]).strip()
             if not content:
                 continue
-            around = self._around(chat, index)
+            around = None if chat.messages[index].get("media") else self._around(chat, index)
             if around is None:
                 return None
             before, after = around
@@ -280,7 +349,11 @@ class ChatEncoder:
             try:
                 text = self._render(history, chat.tools)
                 rest = self._rest(chat, reply, reply_ids, messages, text)
-                new = None if rest is None else self._encoded_after(reply_ids, rest)
+                if rest is None:
+                    continue
+                self._check_places(text, history, chat.tools, first=len(chat.messages) + 1)
+                rest = self._encoder.expand(rest, messages, self._where)
+                new = self._encoded_after(reply_ids, rest)
             except DataError:  # the template has no such messages; another variant may be its own
                 continue
             if new is None or self.text(new) != rest:  # some tokenizers add a blank or normalise text
@@ -365,7 +438,7 @@ class ChatEncoder:
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         plain = [dict(message) for message in messages]
         if not self.accepts_tools:  # it renders calls as part of the contents
-            plain = [{key: message[key] for key in ("role", "content")} for message in plain]
+            plain = [{key: message[key] for key in ("role", "content", "media") if key in message} for message in plain]
         return self._encoder.template.prompt(plain, tools)
 
     def text(self, ids: TokenIds) -> str:

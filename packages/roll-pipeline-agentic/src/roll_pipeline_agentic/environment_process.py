@@ -16,11 +16,13 @@ on. There, `roll_core` is the driver's unless the interpreter has its own: `roll
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import importlib
 import importlib.machinery
 import inspect
+import io
 import json
 import os
 import queue
@@ -188,7 +190,7 @@ def main() -> None:
         except BaseException as error:  # user code may raise anything, SystemExit included
             reply = {"error": described(error), "trace": traceback.format_exc()}
         try:
-            line = json.dumps(reply, allow_nan=False)
+            line = json.dumps(reply, allow_nan=False, default=_encodable)
         except (TypeError, ValueError) as error:
             line = json.dumps({"error": f"the result is not JSON: {described(error)}"})
         connection.sendall(line.encode() + b"\n")
@@ -229,8 +231,25 @@ def argument_from(method: str, fields: dict[str, Any]) -> Any:
 
 
 def _plain(result: Any) -> Any:
-    is_instance = dataclasses.is_dataclass(result) and not isinstance(result, type)
-    return dataclasses.asdict(result) if is_instance else result
+    if not dataclasses.is_dataclass(result) or isinstance(result, type):
+        return result
+    return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+
+
+def _encodable(value: Any) -> Any:
+    """Images in messages as JSON values: bytes, images of Pillow, and `roll_core.types.Media`."""
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_instance and not callable(getattr(value, "read", None)):
+        return _plain(value)
+    if is_instance:
+        value = value.read()
+    elif callable(getattr(value, "convert", None)) and callable(getattr(value, "save", None)):
+        file = io.BytesIO()
+        value.save(file, "PNG", compress_level=1)
+        value = file.getvalue()
+    if isinstance(value, (bytes, bytearray)):
+        return {"base64": base64.b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def _read(connection: socket.socket, lines: queue.SimpleQueue[bytes]) -> None:

@@ -27,7 +27,8 @@ from roll_core.errors import DataError, EnvironmentFailure, EnvironmentsFailedEr
 from roll_core.spec.environment import Reply
 from roll_core.spec.rollout import RolloutProgram
 from roll_core.types import Group, Reward, Rollout
-from roll_pipeline_agentic.calls import digest_of, seed_of, state_of
+from roll_pipeline_agentic.calls import prompt_digest, seed_of, state_of
+from roll_pipeline_agentic.chat_encoder import UnseenImageError
 from roll_pipeline_agentic.masks import is_invalid, mask_of_messages, mask_rollout
 from roll_pipeline_agentic.recording import record_turn
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.environment import Message, Opening, State, Turn
     from roll_core.spec.rollout import Prompt, RolloutContext
-    from roll_core.types import Bools, CompletionOutput, Sample, TokenIds
+    from roll_core.types import Bools, CompletionOutput, Sample
     from roll_pipeline_agentic.agents import AgentHost
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
     from roll_pipeline_agentic.config import AgenticConfig
@@ -169,10 +170,10 @@ class EpisodeGroup(RolloutProgram):
         """Number of the current attempt of an episode."""
         return self._attempts.get(index, 0)
 
-    def key(self, index: int, prompt_ids: TokenIds) -> str:
+    def key(self, index: int, chat: EncodedChat) -> str:
         """Key of an episode's next `generate` call. Raises `_PromptChanged` if it was called with another prompt."""
         digests = self._prompts[index]
-        turn, digest = len(digests), digest_of(prompt_ids.tobytes())
+        turn, digest = len(digests), prompt_digest(chat.ids, chat.media)
         expected = self._expected.get(index, [])
         if turn < len(expected) and expected[turn] != digest:
             raise _PromptChanged
@@ -265,7 +266,8 @@ class _Attempt:
             completion = await context.generate(
                 conversation.chat.ids,
                 params=replace(context.params, max_new_tokens=budget),
-                key=self._group.key(self._index, conversation.chat.ids),
+                media=conversation.chat.media,
+                key=self._group.key(self._index, conversation.chat),
             )
             (output,) = completion.outputs
             result = turn = await environment.step(_reply(episodes, encoder, conversation.chat, output))
@@ -274,6 +276,7 @@ class _Attempt:
                 conversation.chat.ids,
                 conversation.rollout,
                 conversation.parent,
+                media=conversation.chat.media,
                 reward=turn.reward,
                 state=conversation.state,
                 metrics=dict(turn.metrics),
@@ -310,12 +313,18 @@ class _Attempt:
         conversation.state = state_of(turn.state, turn.messages)
 
     def _encoded(self, method: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> EncodedChat:
-        """Encode a conversation. Messages that cannot be encoded are a failure of `method`, whose messages are last."""
+        """Encode a conversation. Messages that cannot be encoded are a failure of `method`, whose messages are last.
+
+        Images that the model cannot see end the run.
+        """
         tag = self._prompt.tag
+        host = self._episodes.hosts[tag]
         try:
             return self._episodes.encoders[tag].encode(messages, tools)
+        except UnseenImageError as error:
+            raise DataError(f"{host.owner}: {method}: {error}") from error
         except DataError as error:
-            raise self._episodes.hosts[tag].failure(method, f"its messages cannot be encoded: {error}") from error
+            raise host.failure(method, f"its messages cannot be encoded: {error}") from error
 
     def _rewards(self, host: EnvironmentHost, score: Reward | None) -> dict[str, Reward]:
         """Sum of the rewards of each player. The score of the episode is credited to the last turns."""

@@ -21,12 +21,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from roll_core.errors import EnvironmentFailure
-from roll_pipeline_agentic.calls import result_from, wire_arguments, wire_result
+from roll_core.data.media import received_message
+from roll_core.errors import DataError, EnvironmentFailure
+from roll_pipeline_agentic.calls import check_result, result_from, wire_arguments
 from roll_pipeline_agentic.environment_process import (
     BlockingCalls,
     CallFailed,
@@ -34,6 +36,7 @@ from roll_pipeline_agentic.environment_process import (
     kill_process,
     start_process,
 )
+from roll_pipeline_agentic.recording import off_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -68,7 +71,7 @@ class HostedEnvironment:
             raise AssertionError("the episode has begun already")
         self._began = True
         opening: Opening = await self._call("reset", self._host.config.setup_timeout_s, dict(task), seed)
-        self._check_messages("reset", opening.messages, required=True)
+        messages = await self._messages("reset", opening.messages, required=True)
         self._check_state("reset", opening.state)
         tools, players = opening.tools, opening.players
         if not _are_json_objects(tools):
@@ -81,13 +84,13 @@ class HostedEnvironment:
             raise self._host.failure("reset", f"players are {players!r:.200}, expected a list of different names")
         self._players = tuple(players)
         self._check_player("reset", opening.player)
-        return opening
+        return replace(opening, messages=messages)
 
     async def step(self, reply: Reply) -> Turn:
         """Continue after a reply."""
         turn: Turn = await self._call("step", self._host.config.step_timeout_s, reply)
         ends = turn.done or turn.truncated
-        self._check_messages("step", turn.messages, required=not ends)
+        messages = await self._messages("step", turn.messages, required=not ends)
         self._check_state("step", turn.state)
         self._check_player("step", turn.player)
         if turn.reward is not None:
@@ -96,7 +99,7 @@ class HostedEnvironment:
         self._host.check_numbers("step", "metrics", turn.metrics)
         for player in turn.rewards:
             self._check_player("step", player)
-        return turn
+        return replace(turn, messages=messages)
 
     async def score(self) -> Reward | None:
         """Score the episode."""
@@ -116,7 +119,7 @@ class HostedEnvironment:
         begin = time.monotonic()
         try:
             result = await self._caller.invoke(method, arguments, timeout_s)
-            wire_result(method, result)
+            check_result(method, result)
         except EnvironmentFailure:
             raise
         except Exception as error:  # user code may raise anything; the failure keeps the cause
@@ -124,9 +127,18 @@ class HostedEnvironment:
         self._host.seconds[method].append(time.monotonic() - begin)
         return result
 
-    def _check_messages(self, method: str, messages: Any, *, required: bool) -> None:
-        valid = _are_json_objects(messages) and all(
-            message.get("role") in ROLES and isinstance(message.get("content"), str) for message in messages
+    async def _messages(self, method: str, messages: Any, *, required: bool) -> Any:
+        """The messages with their images as `Media`, if they are valid."""
+        if _have_images(messages):
+            try:
+                messages = await off_loop(lambda: [received_message(message) for message in messages])
+            except DataError as error:
+                raise self._host.failure(method, str(error)) from error
+            plain = [{key: value for key, value in message.items() if key != "media"} for message in messages]
+        else:
+            plain = messages
+        valid = _are_json_objects(plain) and all(
+            message.get("role") in ROLES and isinstance(message.get("content"), str) for message in plain
         )
         if not valid or (required and not messages):
             raise self._host.failure(
@@ -134,6 +146,7 @@ class HostedEnvironment:
                 f"messages are {messages!r:.200}, expected dicts of JSON values, with a text as content and one of the"
                 f" roles {ROLES}",
             )
+        return messages
 
     def _check_state(self, method: str, state: Any) -> None:
         if state is not None and not isinstance(state, str | int):
@@ -146,6 +159,14 @@ class HostedEnvironment:
 
 ROLES = ("user", "system", "tool")
 """Roles of messages from an environment."""
+
+
+def _have_images(messages: Any) -> bool:
+    return (
+        isinstance(messages, list | tuple)
+        and all(isinstance(message, dict) for message in messages)
+        and any(message.get("media") or isinstance(message.get("content"), list) for message in messages)
+    )
 
 
 def _are_json_objects(values: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from roll_core.data.rollouts import tokens_of
+from roll_core.data.rollouts import path_to, tokens_of
 from roll_core.errors import DataError
 from roll_core.types import Rollout, TurnRecord
 from roll_pipeline_agentic.calls import digest_of, state_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.environment import Message, State
     from roll_core.spec.rollout import RolloutContext
-    from roll_core.types import CompletionOutput, TokenIds
+    from roll_core.types import CompletionOutput, Media, TokenIds
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 
 
@@ -163,8 +163,8 @@ class Recorder:
         self._by_key: dict[str, Call] = {}
         """Calls by idempotency key."""
         self._turns: list[TurnRecord] = []
-        self._sequences: list[TokenIds] = []
-        """Prompt and sampled tokens of each turn."""
+        self._sequences: list[tuple[TokenIds, tuple[Media, ...]]] = []
+        """Prompt and sampled tokens of each turn, and their images."""
         self._replies: dict[str, _Reply] = {}
         """Recorded replies by the digest of the conversation that ends with them."""
         self._known: set[str] = set()
@@ -228,6 +228,7 @@ class Recorder:
                 completion = await self._context.generate(
                     chat.ids,
                     n=request.n,
+                    media=chat.media,
                     params=replace(params, max_new_tokens=budget, stop=(*params.stop, *request.stop)),
                     key=f"{self._key}/{number}",
                     on_progress=partial(self._progress, call, request, chat) if request.stream else None,
@@ -365,11 +366,12 @@ class Recorder:
         if not len(output.token_ids) or output.finish_reason == "abort":
             number = len(output.token_ids)
             self.incomplete(f"the engine returned a response of {number} tokens ({output.finish_reason})")
-        parent = self._parent(chat.ids, continued)
-        turn = record_turn(output, chat.ids, Rollout(turns=tuple(self._turns)), parent, state=state)
+        parent = self._parent(chat, continued)
+        rollout = Rollout(turns=tuple(self._turns))
+        turn = record_turn(output, chat.ids, rollout, parent, media=chat.media, state=state)
         index = len(self._turns)
         self._turns.append(turn)
-        self._sequences.append(np.concatenate([chat.ids, output.token_ids]))
+        self._sequences.append((np.concatenate([chat.ids, output.token_ids]), chat.media))
         call.turns.append(index)
         message = self._message(output.token_ids, chat)
         sent = call.parts[choice] if call.parts else SettledParts("", "")
@@ -403,12 +405,13 @@ class Recorder:
             message["reasoning_content"] = parsed.reasoning
         return message
 
-    def _parent(self, ids: TokenIds, continued: int | None) -> int | None:
-        """The turn whose whole sequence is the longest beginning of `ids`."""
-        parent, length = None, 0
-        for index, sequence in enumerate(self._sequences):
+    def _parent(self, chat: EncodedChat, continued: int | None) -> int | None:
+        """The turn whose whole sequence is the longest beginning of the ids and images of `chat`."""
+        parent, length, ids = None, 0, chat.ids
+        for index, (sequence, media) in enumerate(self._sequences):
             longer = len(sequence) > length or (len(sequence) == length and index == continued)
-            if longer and len(sequence) <= len(ids) and np.array_equal(ids[: len(sequence)], sequence):
+            fits = longer and len(sequence) <= len(ids) and np.array_equal(ids[: len(sequence)], sequence)
+            if fits and begins_with(chat.media, media):
                 parent, length = index, len(sequence)
         return parent
 
@@ -485,14 +488,15 @@ def _digest(value: Any) -> str:
 
 
 def _canonical(message: Message) -> list[Any]:
-    """What of a message clients keep when they send it again: role, content, and names and arguments of tool calls.
+    """What of a message clients keep when they send it again: role, content, names and arguments of tool calls, images.
 
     Clients add keys, drop reasoning, rename ids, and strip blanks around a reply.
     """
     role, content = message.get("role"), message.get("content") or ""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(function["name"], _parsed(function["arguments"])) for function in functions]
-    return [role, content.strip() if role == "assistant" else content, calls]
+    digests = [[media.digest for media in message["media"]]] if message.get("media") else []
+    return [role, content.strip() if role == "assistant" else content, calls, *digests]
 
 
 def _parsed(arguments: Any) -> Any:
@@ -504,14 +508,27 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def record_turn(
-    output: CompletionOutput, prompt_ids: TokenIds, rollout: Rollout, parent: int | None, **fields: Any
-) -> TurnRecord:
-    """Record an output that was generated from `prompt_ids`, which begin with the sequence of `parent`.
+def begins_with(media: Sequence[Media], first: Sequence[Media]) -> bool:
+    """True if the images `media` begin with the images `first`."""
+    return [image.digest for image in media[: len(first)]] == [image.digest for image in first]
 
-    `fields` are further fields of the record. By default, all sampled tokens are in the loss mask. Raises `DataError`
-    if the prompt does not begin with that sequence.
+
+def record_turn(
+    output: CompletionOutput,
+    prompt_ids: TokenIds,
+    rollout: Rollout,
+    parent: int | None,
+    *,
+    media: Sequence[Media] = (),
+    **fields: Any,
+) -> TurnRecord:
+    """Record an output that was generated from `prompt_ids` with their images `media`.
+
+    They begin with the sequence of `parent` and its images. `fields` are further fields of the record. By default, all
+    sampled tokens are in the loss mask. Raises `DataError` if the prompt does not begin with that sequence.
     """
+    path = [] if parent is None else path_to(rollout, parent)
+    known_media = [image for index in path for image in rollout.turns[index].media]
     known = np.zeros(0, dtype=np.int64) if parent is None else tokens_of(rollout, parent)
     num_known = len(known)
     if len(prompt_ids) <= num_known - (parent is not None) or not np.array_equal(prompt_ids[:num_known], known):
@@ -519,10 +536,16 @@ def record_turn(
             f"the prompt of a turn has {len(prompt_ids)} tokens, which do not continue the {num_known} tokens of turn"
             f" {parent}: record it as a turn without a parent"
         )
+    if not begins_with(media, known_media):
+        raise DataError(
+            f"the {len(media)} images of a turn do not begin with the {len(known_media)} images of turn {parent}:"
+            " record it as a turn without a parent"
+        )
     experts = output.routed_experts
     return TurnRecord(
         parent=parent,
         context_ids=prompt_ids[num_known:],
+        media=tuple(media[len(known_media) :]),
         sampled_ids=output.token_ids,
         logprobs=output.logprobs,
         versions=output.versions,

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from typing_extensions import override
 
+from roll_core.data.media import received_message
+from roll_core.data.rows import IMAGE_PARTS
 from roll_pipeline_agentic.recording import ChatRequest, RequestError
 from roll_pipeline_agentic.tool_calls import SettledParts
 
@@ -554,7 +556,9 @@ def _message(source: Mapping[str, Any]) -> Message:
     role = {"developer": "system"}.get(source["role"], source["role"])
     if role not in ("system", "user", "assistant", "tool"):
         raise ValueError(f"role {role!r}, expected system, developer, user, assistant or tool")
-    message: dict[str, Any] = {"role": role, "content": _text(source.get("content") or "")}
+    content = source.get("content") or ""
+    reads = role in ("user", "tool")
+    message: dict[str, Any] = {"role": role, **(_with_images(content) if reads else {"content": _text(content)})}
     if source.get("tool_calls"):
         message["tool_calls"] = [
             {"id": call["id"], "type": "function", "function": _function(call["function"])}
@@ -585,7 +589,7 @@ def _items(items: Sequence[Mapping[str, Any]]) -> list[Message]:
             call = {"id": item["call_id"], "type": "function", "function": _function(item)}
             of_reply().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], **_with_images(item["output"])})
         elif kind != "reasoning":
             raise ValueError(f"items of type {kind!r} are not supported")
     return list(messages)
@@ -597,23 +601,41 @@ def _blocks(role: str, content: Any) -> list[Message]:
         raise ValueError(f"role {role!r}, expected user or assistant")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    texts, calls, results = [], [], []
+    parts, calls, results = [], [], []
     for block in content:
         kind = block["type"]
-        if kind == "text":
-            texts.append(block["text"])
+        if kind == "text" or (kind == "image" and role == "user"):
+            parts.append(block)
         elif kind == "tool_use":
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result":
-            text = _text(block.get("content") or "")
-            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+            result = _with_images(block.get("content") or "")
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], **result})
         elif kind not in ("thinking", "redacted_thinking"):
             raise ValueError(f"content blocks of type {kind!r} are not supported")
-    message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    message: dict[str, Any] = {"role": role, **_with_images(parts)}
     if calls:
         message["tool_calls"] = calls
-    return [*results, *([message] if texts or calls or not results else [])]
+    return [*results, *([message] if parts or calls or not results else [])]
+
+
+def _with_images(content: Any) -> Body:
+    """Keys of a message: its text, with the places of its images, and its images as `media`. Raises `DataError`."""
+    if isinstance(content, str):
+        return {"content": content}
+    parts = [
+        _image_part(part) if part["type"] in IMAGE_PARTS else {"type": "text", "text": _text([part])}
+        for part in content
+    ]
+    return dict(received_message({"content": parts}))
+
+
+def _image_part(part: Mapping[str, Any]) -> Body:
+    """An image as a part of its type, also that of the Anthropic API, whose key is `source`."""
+    if not isinstance(source := part.get("source"), dict):
+        return dict(part)
+    return {"type": "image", "base64" if source["type"] == "base64" else "url": source.get("data") or source.get("url")}
 
 
 def _text(content: Any) -> str:

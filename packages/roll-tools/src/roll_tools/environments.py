@@ -7,12 +7,16 @@ import inspect
 import itertools
 import json
 import sys
+import tempfile
 from collections import Counter
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from roll_core.config.explain import code_of, findings
+from roll_core.data.media import received_message, sent_message
 from roll_core.errors import ConfigError, ConfigProblem, EnvironmentFailure
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, options_schema, schema_of
@@ -20,7 +24,7 @@ from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.spec.config import Config
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.spec.providers import EnvironmentProvider
-from roll_core.types import Reward
+from roll_core.types import IMAGE, Reward
 from roll_tools.engine_player import EngineError
 from roll_tools.settings import parse_settings
 
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
     from roll_core.plugins.registry import Registry
     from roll_core.spec.environment import Message, Task
+    from roll_core.types import Media
     from roll_tools.engine_player import EnginePlayer
 
 
@@ -169,7 +174,24 @@ def _show(messages: Sequence[Message], player: str, engine: EnginePlayer | None)
     """Show messages, and add them to the conversation of an engine. Raises `TypeError` for what is no message."""
     if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
         raise TypeError(f"messages are {messages!r:.200}, expected dicts with role and content")
-    for message in messages:
-        sys.stdout.write(f"[{message['role']}{' to ' if player else ''}{player}] {message['content']}\n")
+    received = [received_message(message) for message in messages]
+    for message in received:
+        content = message["content"].replace(IMAGE, "[image]") if message.get("media") else message["content"]
+        sys.stdout.write(f"[{message['role']}{' to ' if player else ''}{player}] {content}\n")
+        for media in message.get("media", ()):
+            sys.stdout.write(f"[image] {media.width} x {media.height} pixels: {_saved(media)}\n")
     if engine is not None:
-        engine.add(messages, player)
+        engine.add([sent_message(message) for message in received], player)
+
+
+@cache
+def _images() -> Path:
+    """Directory of shown images, which the user opens after the episode."""
+    return Path(tempfile.mkdtemp(prefix="roll-play-"))
+
+
+def _saved(media: Media) -> Path:
+    path = _images() / f"{media.digest[:12]}.png"
+    if not path.exists():
+        media.image().save(path)
+    return path

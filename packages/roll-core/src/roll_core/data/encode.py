@@ -122,7 +122,7 @@ class Encoder:
             text = self.template.prompt(messages, tools)
         return text, self.begun(np.asarray(self.encode(self.expand(text, messages, where), where), dtype=np.int64))
 
-    def expand(self, text: str, messages: Sequence[Message], where: str) -> str:
+    def expand(self, text: str, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         """Text of the template with the tokens of the messages' images in place of their placeholders.
 
         Raises `DataError`.

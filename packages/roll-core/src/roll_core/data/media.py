@@ -14,13 +14,14 @@ import math
 import os
 import tempfile
 import warnings
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import numpy as np
 
+from roll_core.data.rows import joined_parts
 from roll_core.errors import DataError, MissingRequirementError
 from roll_core.types import IMAGE, Media, media_digest
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from roll_core.spec.config import DataArguments
+    from roll_core.spec.environment import Message
 
 KEYS = ("bytes", "path", "image", "url", "base64")
 """Keys of a mapping that may have an image: of the library datasets, of verl, and of content parts."""
@@ -60,10 +62,7 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
     if isinstance(value, (bytes, bytearray)):
         raw = bytes(value)
     elif isinstance(value, str) and (text := _base64_of(value)) is not None:
-        try:
-            raw = base64.b64decode("".join(text.split()), validate=True)
-        except (ValueError, binascii.Error) as error:
-            raise DataError(f"{where}: an image is not valid base64: {error}") from error
+        raw = _decoded(text, where)
     elif isinstance(value, str) and value:
         try:
             path = str(_allowed(value, where, data, folder))
@@ -110,8 +109,92 @@ def _data_url(media: Media) -> str:
 
 def image_media(image: Image.Image) -> Media:
     """An image in memory, such as an environment's rendering, as RGB."""
-    raw = _png(image.convert("RGB"))
+    raw = _png(_rgb(image))
     return Media(digest=media_digest(raw), width=image.width, height=image.height, data=raw)
+
+
+def received_image(value: Any) -> Media:
+    """The image of a message from an environment or an agent: an image of Pillow, bytes, base64, a data URL, a mapping
+    with one of them, or `Media`.
+
+    Raises `DataError` for another value and for an image that is corrupt or animated. Paths and URLs are refused: the
+    sender reads them, because the file may change until the sample is trained.
+    """
+    if isinstance(value, dict):
+        value = next((value[key] for key in KEYS if value.get(key)), None)
+    if isinstance(value, Media):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return _received(bytes(value))
+    if isinstance(value, str) and (text := _base64_of(value)) is not None:
+        return _received(_decoded(text, "message"))
+    if callable(getattr(value, "convert", None)):
+        return _received(_png(_rgb(value)))
+    raise DataError(
+        f"message: an image is {value!r:.60}, expected an image of Pillow, bytes, base64 or a data URL: paths and URLs"
+        " are not read"
+    )
+
+
+def received_message(message: Message) -> Message:
+    """A message with its images as `Media` in `media`, and `IMAGE` at their places in the content, which is a text.
+
+    `message` has the images in parts of its content, in the formats of OpenAI and Hugging Face, or is of this form.
+    Raises `DataError`.
+    """
+    content = message.get("content")
+    if isinstance(content, list):  # a text may contain the character of an image's place
+        content = [{**part, "text": _placeless(part["text"])} if _is_text(part) else part for part in content]
+    text, images = joined_parts(content, "message")
+    images = (*images, *(message.get("media") or ()))
+    if not images:
+        return {**message, "content": text}
+    if not isinstance(text, str) or text.count(IMAGE) != len(images):
+        number = text.count(IMAGE) if isinstance(text, str) else 0
+        raise DataError(f"message: the content has {number} places for images (U+FFFC), but there are {len(images)}")
+    return {**message, "content": text, "media": tuple(map(received_image, images))}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _placeless(text: str) -> str:
+    return text.replace(IMAGE, "\ufffd")
+
+
+def sent_message(message: Message) -> Message:
+    """A message as JSON values, with its images as parts of its content in OpenAI's format."""
+    if not message.get("media"):
+        return message
+    images = iter(message["media"])
+    parts: list[dict[str, Any]] = []
+    for index, text in enumerate(message["content"].split(IMAGE)):
+        if index:
+            parts.append({"type": "image_url", "image_url": {"url": _data_url(next(images))}})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return {key: value for key, value in message.items() if key != "media"} | {"content": parts}
+
+
+def _data_url(media: Media) -> str:
+    data = media.read()
+    kind = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif"}.get(data[:4], "jpeg")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+@lru_cache(maxsize=256)
+def _received(raw: bytes) -> Media:
+    """Equal images are one object: agents send all images again with each request."""
+    image, stored = _checked(raw, "message", None, False)
+    return Media(digest=media_digest(stored), width=image.width, height=image.height, data=stored)
+
+
+def _decoded(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise DataError(f"{where}: an image is not valid base64: {error}") from error
 
 
 @cache

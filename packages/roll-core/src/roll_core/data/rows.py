@@ -345,7 +345,7 @@ def _message(value: object, where: str) -> Message:
             hint = "write it as tool_calls" if key == "function_call" else "remove it, or write it into the content"
             raise DataError(f"{where} has the key {key!r} with {_short(unread)}, which nothing reads: {hint}")
     calls = raw.get("tool_calls") or []
-    content, media = _joined_parts(raw.get("content"), where)
+    content, media = joined_parts(raw.get("content"), where)
     if not isinstance(raw.get("role"), str) or not (isinstance(content, str) or (calls and content is None)):
         raise DataError(f"{where} must have a role and a content, both text, but is {_short(value)}")
     message: Message = {"role": raw["role"], "content": content or ""}
@@ -372,7 +372,7 @@ def _message(value: object, where: str) -> Message:
     return message
 
 
-def _joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
+def joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
     """The text of a content that is a list of parts, with `IMAGE` for each image, and the images.
 
     An image is None if a column has it. Any other content is returned as it is. Raises `DataError`.

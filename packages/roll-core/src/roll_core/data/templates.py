@@ -602,7 +602,9 @@ def _given(message: Mapping[str, Any], *, parsed: bool, parts: bool) -> dict[str
     """A message for a chat template: most expect the arguments of tool calls as objects (`parsed`), a few as text, and
     reasoning under one of two keys. In a conversation with images, contents are lists of `parts`."""
     content = message.get("content") or ""
-    copied: dict[str, Any] = {**message, "content": _parts(content) if parts else content}
+    if parts:
+        content = _parts(content) if message.get("media") else [{"type": "text", "text": content}] * bool(content)
+    copied: dict[str, Any] = {**message, "content": content}
     copied.pop("media", None)
     if "reasoning_content" in copied:
         copied["thinking"] = copied["reasoning_content"]

@@ -33,7 +33,8 @@ class Session:
     seed: int
     """Seed of the task, the same for all rollouts of a group."""
     messages: Sequence[Message] = ()
-    """The conversation with the environment so far. Empty without an environment."""
+    """The conversation with the environment so far. Empty without an environment. Images are parts of OpenAI's format,
+    with data URLs."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools of the environment, in the format of OpenAI's API."""
 

@@ -6,8 +6,8 @@
     reward = environment.score()
     environment.close()
 
-An environment exchanges text and never sees tokens. One instance runs one episode. In an episode with several players,
-each result names the player of the next turn, and each player has a conversation of its own.
+An environment exchanges text and images, and never sees tokens. One instance runs one episode. In an episode with
+several players, each result names the player of the next turn, and each player has a conversation of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from roll_core.types import FinishReason, Reward
 
 Message: TypeAlias = Mapping[str, Any]
-"""A chat message with the keys `role` and `content`, as plain JSON values."""
+"""A chat message with the keys `role` and `content`, as plain JSON values.
+
+Images are parts of a content that is a list, in the formats of OpenAI and Hugging Face. Or `media` has them: a list of
+images of Pillow, bytes or `roll_core.types.Media`, in the order of their places `roll_core.types.IMAGE` in the content.
+Paths and URLs are not read."""
 Task: TypeAlias = Mapping[str, Any]
 """What an episode is about, as plain JSON values. Empty for environments that create their task from the seed."""
 State: TypeAlias = str | int
