@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 from rollout_fleet import PROMPT, ask, check_requests, engine, in_virtual_time, length_of, request, right_tokens
 
-from roll_core.errors import DataError, RollError, WorkerDiedError
+from roll_core.data.media import image_media
+from roll_core.errors import DataError, RollError, UnsupportedError, WorkerDiedError
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import FINISHED, PAUSED
@@ -36,6 +38,20 @@ def test_every_request_is_answered_in_order(routing, max_running):
             check(completion, i % 4 + 1)
         assert queue.num_running == 0
         assert queue.finished == {"completed": 20}
+
+    in_virtual_time(main)
+
+
+def test_images_need_an_engine_that_reads_them():
+    async def main():
+        picture = replace(request("p"), media=(image_media(Image.new("RGB", (2, 2))),))
+        queue = RequestQueue([engine("0")], images=False)
+        check((await queue.generate([request("t")]))[0], 1)
+        with raises_error(UnsupportedError, "p", "images"):
+            await queue.generate([picture])
+        assert queue.num_running == 0
+        reading = RequestQueue([engine("1")])
+        check((await reading.generate([picture]))[0], 1)
 
     in_virtual_time(main)
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from roll_core.algorithms.losses import sft_objective
+from roll_core.data.media import image_media
 from roll_core.errors import CheckpointError, UnsupportedError
 from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole, average, even_chunks
@@ -104,6 +106,9 @@ def test_scores_keep_the_order_of_sequences_across_ranks():
     for undeclared in ({"topk": 2}, {"gathered": True}):
         with raises_error(UnsupportedError, "actor", *undeclared):
             asyncio.run(role.score(sequences, WantedOutputs(**undeclared)))
+    picture = image_media(Image.new("RGB", (2, 2)))
+    with raises_error(UnsupportedError, "actor", "images"):
+        asyncio.run(role.score([replace(sequences[0], media=(picture,))], WantedOutputs(logprobs=True)))
     role.capabilities = TrainCapabilities(topk=True)
     found = asyncio.run(role.score(sequences, WantedOutputs(logprobs=True, topk=2)))
     assert [row.tolist() for row in found.topk_ids] == [[[i + 1, i + 2]] * len(s) for i, s in enumerate(sequences)]

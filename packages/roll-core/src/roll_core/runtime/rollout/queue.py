@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll_core.errors import RollError, WorkerDiedError
+from roll_core.errors import RollError, UnsupportedError, WorkerDiedError
 from roll_core.runtime.cluster.executors.base import retrieve
 from roll_core.runtime.rollout.replicas import ABORT_AGAIN_S, NO_TIMEOUTS, HealthMonitor, ReplicaSlot, Router
 from roll_core.runtime.rollout.requests import (
@@ -58,6 +58,7 @@ class RequestQueue:
         progress_s: float = 0.0,
         timeouts: HealthTimeouts = NO_TIMEOUTS,
         survives_all: Callable[[], bool] = lambda: False,
+        images: bool = True,
     ) -> None:
         """At most `max_running` outputs run on a replica.
 
@@ -69,7 +70,10 @@ class RequestQueue:
 
         Once no replica is alive, all requests fail with the last replica's error. If replacements will be added
         (`survives_all`), requests wait instead and `no_replicas` is set.
+
+        Without `images`, requests with images are refused: the engine would not see them.
         """
+        self._images = images
         self._expand, self._find_stop = max_running is not None, find_stop
         self._router = Router(routing, max_running)
         self._monitor = HealthMonitor(timeouts, progress_s, self._terminate)
@@ -130,8 +134,14 @@ class RequestQueue:
         A request for a specific `replica` is submitted there even beyond `max_running`. It fails with `WorkerDiedError`
         if the replica is lost.
 
-        Raises `RollError` while another request has the same id.
+        Raises `RollError` while another request has the same id, and `UnsupportedError` for images that the engine does
+        not read.
         """
+        if request.media and not self._images:
+            raise UnsupportedError(
+                f"request {request.id!r} has images, but the engine's strategy does not declare the capability images:"
+                " choose another strategy, or rows and environments of text"
+            )
         if request.id in self._requests:
             raise RollError(f"request {request.id!r} is already pending: request ids must be unique")
         outputs = [PartialOutput(index) for index in range(request.n)]

@@ -138,6 +138,7 @@ class GroupTrainRole(TrainRole):
                 f"{self.name} trains its whole model, not adapters (lora_target): it has no base model to score with"
             )
         self._check_wanted(want)
+        self._check_images(sequences)
         shares = balance(sequences, self.data_parallel)
         # The moving average is part of the optimizer's state.
         async with self._lease(TRAINED if want.ema else WEIGHTS):
@@ -174,6 +175,7 @@ class GroupTrainRole(TrainRole):
         shuffle_seed: int | None = None,
     ) -> UpdateResult:
         self._check_wanted(loss.want)
+        self._check_images(sequences)
         call = self._workers(TrainWorker.update)
 
         async def step(indices: list[int], epoch: int) -> list[tuple[LossMetrics, StepStats]]:
@@ -259,6 +261,11 @@ class GroupTrainRole(TrainRole):
         ):
             if is_wanted and not getattr(self.capabilities, name):
                 raise self._undeclared(name)
+
+    def _check_images(self, sequences: Sequence[TrainSequence]) -> None:
+        """Raise `UnsupportedError` for images of environments, which no check before the run knows."""
+        if not self.capabilities.images and any(sequence.media for sequence in sequences):
+            raise self._undeclared("images")
 
     def _check_rows(self, rows: Sequence[ModuleRow]) -> None:
         """Raise `UnsupportedError` if the strategy runs no programs, and `DataError` for rows that it cannot run."""
