@@ -9,11 +9,15 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from roll_core.data.media import image_media
+from roll_core.data.pack import pack
 from roll_core.data.processor import processor_of
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.model import ModelSpec
+from roll_core.spec.model import MeshInfo, ModelSpec
+from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_core.spec.weights import make_manifest
-from roll_core.types import GenerateRequest, SamplingParams
+from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
+from roll_strategy_hf.config import HFTrainConfig
+from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import raises_error
 from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, MODEL_TYPES, picture, tiny_vision
 
@@ -145,6 +149,32 @@ def test_sampled_and_prompt_logprobs_are_those_of_transformers(reference, with_e
     num_tokens = sum(len(prompt) for prompt, _ in prompts)
     assert metrics["prompt_tokens"] == num_tokens
     assert metrics["shared_prompt_tokens"] == 3 * num_tokens
+
+
+def test_logprobs_of_sampled_tokens_are_those_of_hf_train(reference, with_engine):
+    prompts = mixed_prompts(reference)
+
+    async def act(engine):
+        return await together(
+            engine, *[ask(str(i), *prompt, n=2, seed=i, temperature=0.8) for i, prompt in enumerate(prompts)]
+        )
+
+    completions = with_engine(act, spec=reference.spec)
+    sequences, mine = [], []
+    for (prompt, media), completion in zip(prompts, completions, strict=True):
+        for output in completion.outputs:
+            tokens = np.concatenate([prompt, output.token_ids])
+            mask = np.arange(len(tokens)) >= len(prompt)
+            sequences.append(TrainSequence(id=str(len(sequences)), tokens=tokens, media=media, loss_mask=mask))
+            mine.append(output.logprobs)
+    (micro,) = pack(sequences)
+    trainer = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=0.01))
+    trainer.build(reference.spec, MeshInfo(role="actor_train", num_threads=1))
+    try:
+        trained = trainer.forward(micro, WantedOutputs(logprobs=True, temperature=0.8)).logprobs_T.detach().numpy()
+    finally:
+        trainer.close()
+    np.testing.assert_allclose(np.concatenate(mine), trained[micro.loss_mask_T.numpy()], atol=1e-4)
 
 
 def test_blank_image_changes_logprobs(reference, with_engine):

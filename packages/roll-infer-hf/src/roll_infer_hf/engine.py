@@ -239,9 +239,9 @@ class HFInferStrategy(InferStrategy):
 
         from roll_infer_hf import compiled_decoder, decoder
         from roll_infer_hf.core import EngineCore
-        from roll_infer_hf.images import load_processor
         from roll_infer_hf.loaded_weights import LoadedAdapter, LoadedWeights
         from roll_infer_hf.module_runner import ModuleRunner
+        from roll_modeling.images import image_reader
         from roll_modeling.layout import make_adjacent
         from roll_modeling.model import end_token_ids, load_model
         from roll_modeling.process_group import select_device
@@ -265,8 +265,8 @@ class HFInferStrategy(InferStrategy):
             runner = chosen(model, pack=self._settings.pack_weights, **room)
         else:
             log.info("hf_infer runs this model with transformers' code, which is slower: %s", reason)
-            processor = load_processor(model, self._spec)
-            runner = ModuleRunner(model, processor=processor, record_experts=self._spec.router_replay, **room)
+            images = image_reader(model, self._spec)
+            runner = ModuleRunner(model, images=images, record_experts=self._spec.router_replay, **room)
         self._model = model
         who: dict[str, Any] = {"role": self._mesh.role, "rank": self._mesh.rank}
         lora = self._spec.lora

@@ -23,7 +23,6 @@ import torch
 
 from roll_core.errors import DataError, UnsupportedError, one_line
 from roll_core.spec.infer import check_media
-from roll_infer_hf.images import ImageInputs
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
 from roll_modeling.model import layer_configs
 from roll_modeling.model_table import CACHE_PARAMETERS
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from roll_core.data.processor import Processor
     from roll_core.types import GenerateRequest, Media
+    from roll_modeling.images import ImageReader
 
 
 PROBE_TOKENS = 12
@@ -73,10 +72,10 @@ class ModuleRunner(Runner):
         *,
         cache_bytes: int,
         max_rows: int,
-        processor: Processor | None = None,
+        images: ImageReader | None = None,
         record_experts: bool = False,
     ) -> None:
-        """With `processor`, prompts may have images. With `record_experts`, record the experts of each token.
+        """With `images`, prompts may have images. With `record_experts`, record the experts of each token.
 
         Raises `UnsupportedError` if the model has no cache, or if decoding with it differs from one pass over all
         tokens. With `record_experts` also raises it if the model has no experts or its routers are unknown.
@@ -87,10 +86,10 @@ class ModuleRunner(Runner):
         config: Any = model.config.get_text_config()
         self.max_positions = int(getattr(config, "max_position_embeddings", None) or 2**31)
         self.vocab_size = int(config.vocab_size)
-        self._images = None if processor is None else ImageInputs(model, processor)
-        if processor is not None:
-            self.reads_images = True
-            self.media_token_ids = tuple(id for id in processor.media_token_ids if id < self.vocab_size)
+        self._images = images
+        if images is not None:
+            self.reads_images = not images.unsupported
+            self.media_token_ids = tuple(id for id in images.processor.media_token_ids if id < self.vocab_size)
         self._cache_bytes, self._max_rows = cache_bytes, max_rows
         self._token_bytes = sum(_token_bytes(layer, model.dtype.itemsize) for layer in layer_configs(model.config))
         parameters = inspect.signature(self._model.forward).parameters
@@ -112,9 +111,9 @@ class ModuleRunner(Runner):
         check_media(request, self._images.processor)
         if not request.media:
             return
+        tokens_L = torch.from_numpy(np.asarray(request.prompt_ids, dtype=np.int64))
         try:
-            tokens_1L = torch.from_numpy(np.asarray(request.prompt_ids, dtype=np.int64))[None].to(self.device)
-            self._images.positions(tokens_1L, self._images.arrays(request.media))
+            self._images.read(tokens_L, [len(tokens_L)], [request.media], ["of the prompt"])
         except DataError as error:
             raise DataError(f"request {request.id!r}: {error}") from error
 
@@ -136,8 +135,8 @@ class ModuleRunner(Runner):
             tokens = torch.from_numpy(np.stack([chunks[i].prompt.tokens for i in members])).to(self.device)
             cohort = Cohort(self._new_cache(), len(members))
             with_logprobs = any(chunks[i].prompt.logprobs_wanted for i in members)
-            media = [image for i in members for image in chunks[i].prompt.media]
-            outputs = self._forward(cohort, tokens, every=with_logprobs, media=media)
+            media_N = [chunks[i].prompt.media for i in members]
+            outputs = self._forward(cohort, tokens, every=with_logprobs, media_N=media_N)
             experts = None if self._recorder is None else self._recorder.take()
             for row, i in enumerate(members):
                 prompt = chunks[i].prompt
@@ -248,10 +247,12 @@ class ModuleRunner(Runner):
         error = float(torch.stack(errors).median()) if errors else 0.0
         return error, 1e-3 if self._model.dtype == torch.float32 else 0.1
 
-    def _forward(self, cohort: Cohort, tokens_NL: Tensor, *, every: bool, media: Sequence[Media] = ()) -> Tensor:
+    def _forward(
+        self, cohort: Cohort, tokens_NL: Tensor, *, every: bool, media_N: Sequence[tuple[Media, ...]] = ()
+    ) -> Tensor:
         """Logits `[N, L, V]`, or those of the last token `[N, 1, V]` unless `every`; appends to the cohort's cache.
 
-        `media` are the images of all rows, in order.
+        `media_N` are the images of each row, which are among the tokens.
         """
         more: dict[str, Any] = {"logits_to_keep": 1} if self._picks_rows and not every else {}
         more[self._cache_name] = cohort.cache
@@ -261,16 +262,27 @@ class ModuleRunner(Runner):
             more["position_ids"] = positions_L.expand(len(tokens_NL), -1)
             if cohort.shifts_AN1 is not None:
                 more["position_ids"] = positions_L + cohort.shifts_AN1
-        if media and self._images is not None:
-            arrays = self._images.arrays(media)
-            if (positions := self._images.positions(tokens_NL, arrays)) is not None:
-                more["position_ids"], shifts_N1 = positions
-                cohort.shifts_AN1 = shifts_N1.expand(len(more["position_ids"]), -1, -1)
-            more |= arrays | self._images.token_types(tokens_NL)
+        if any(media_N):
+            more |= self._image_inputs(cohort, tokens_NL, media_N)
         result = self._model(input_ids=tokens_NL, use_cache=True, **more)
         cohort.length = end
         logits: Tensor = result.logits
         return logits
+
+    def _image_inputs(self, cohort: Cohort, tokens_NL: Tensor, media_N: Sequence[tuple[Media, ...]]) -> dict[str, Any]:
+        """What the model reads besides tokens. Sets the cohort's `shifts_AN1`."""
+        reader, (num, length) = self._images, tokens_NL.shape
+        assert reader is not None  # noqa: S101 - otherwise requests with images are refused
+        images = reader.read(tokens_NL.flatten().cpu(), [length] * num, media_N, [f"row {i}" for i in range(num)])
+        assert images is not None  # noqa: S101 - a row has some
+        inputs: dict[str, Any] = dict(reader.types(images.is_image_T.view(num, length)))
+        inputs["mm_encoder_outputs"] = {"image": reader.features(images)}
+        if images.positions_AT is not None:
+            positions_ANL = images.positions_AT.view(-1, num, length)
+            inputs["position_ids"] = positions_ANL
+            shifts_N1 = positions_ANL.amax((0, 2))[:, None] + 1 - length
+            cohort.shifts_AN1 = shifts_N1.expand(len(positions_ANL), -1, -1)
+        return inputs
 
 
 def _token_bytes(config: Any, itemsize: int) -> int:

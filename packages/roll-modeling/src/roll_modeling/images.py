@@ -76,7 +76,7 @@ class ImageReader:
             raise UnsupportedError(f"{tokenizer.name_or_path}: no processor of images")
         module: Any = body_of(model)
         self._module, self._tokenizer = module, tokenizer
-        self._processor: Processor = processor
+        self.processor: Processor = processor
         parts = image_parts(model)
         self._encoder = parts["vision"][0]
         self.trained = _are_trained(parts)
@@ -97,10 +97,10 @@ class ImageReader:
         Raises `DataError` for a sequence whose image tokens are not as many as the features of its images, and
         `UnsupportedError` for a model that cannot read images.
         """
-        is_image_T = tokens_T == self._processor.image_token_id
+        is_image_T = tokens_T == self.processor.image_token_id
         media_S = media_S or ((),) * len(lengths)
         for id, is_image_L, media in zip(ids, torch.split(is_image_T, list(lengths)), media_S, strict=True):
-            num_tokens, num_features = int(is_image_L.sum()), sum(map(self._processor.num_features, media))
+            num_tokens, num_features = int(is_image_L.sum()), sum(map(self.processor.num_features, media))
             if num_tokens != num_features:
                 raise DataError(
                     f"sequence {id}: {num_tokens} image tokens for {num_features} features of {len(media)} images; a"
@@ -115,9 +115,9 @@ class ImageReader:
     def _read(
         self, tokens_T: Tensor, lengths: Sequence[int], media_S: Sequence[tuple[Media, ...]], ids: Sequence[str]
     ) -> Images:
-        is_image_T = tokens_T == self._processor.image_token_id
+        is_image_T = tokens_T == self.processor.image_token_id
         every = [media for sequence in media_S for media in sequence]
-        arrays = {name: torch.from_numpy(array) for name, array in self._processor.inputs(every).items()}
+        arrays = {name: torch.from_numpy(array) for name, array in self.processor.inputs(every).items()}
         blocks = tuple(_blocks(mask_L) for mask_L in torch.split(is_image_T, list(lengths)))
         positions_AT = self._positions(tokens_T, lengths, media_S, blocks, arrays, ids)
         device = next(self._module.parameters()).device
@@ -173,9 +173,11 @@ class ImageReader:
         width, height = PROBE_SIZE
         pixels = (np.arange(width * height * 3) * 37 % 251).astype(np.uint8).reshape(height, width, 3)
         media = _pillow(pixels)
-        text = self._processor.expand(self._processor.placeholder, [media])
+        text = self.processor.expand(self.processor.placeholder, [media])
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        rows = [3, 10, 17, 24], [31, 38, *ids, 45, 52], [5, 12, 19]
+        text_ids = [id for id in range(len(self._tokenizer)) if id not in self.processor.media_token_ids]
+        a, b, c, d, e, f, g = (text_ids[7 * i % len(text_ids)] for i in range(1, 8))
+        rows = [a, b, c, d], [e, f, *ids, g, a], [b, d, f]
         tokens_T = torch.tensor([token for row in rows for token in row])
         lengths, media_S = tuple(map(len, rows)), ((), (media,), ())
         images = self._read(tokens_T, lengths, media_S, ("probe",) * len(rows))
