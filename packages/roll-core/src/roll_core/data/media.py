@@ -177,12 +177,6 @@ def sent_message(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "media"} | {"content": parts}
 
 
-def _data_url(media: Media) -> str:
-    data = media.read()
-    kind = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif"}.get(data[:4], "jpeg")
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
 @lru_cache(maxsize=256)
 def _received(raw: bytes) -> Media:
     """Equal images are one object: agents send all images again with each request."""
