@@ -73,8 +73,10 @@ class Backbone:
         """
         self.model, self.context, self.replay, self.images = model, context, replay, images
         self.joins_images = False
-        """True to run the image encoder for microbatches without images as well: other ranks wait for it, or expect
-        gradients of its parameters."""
+        """True to run the image encoder for microbatches without images as well: ranks that have images wait for it."""
+        self.reduces_gradients = False
+        """True if ranks reduce the gradients of each parameter together: an image encoder or projector that is trained
+        then runs for microbatches without images as well, and gets gradients of 0."""
         self.rope = RopeBySequence(model)
         self.module = body_of(model)
         self.why_padded = f"attn_implementation: {attn_implementation}"
@@ -106,10 +108,15 @@ class Backbone:
 
         Raises `UnsupportedError` for routed experts without `router_replay`, and for images with `context`.
         """
-        hidden_TH = self._hidden(tokens_T, positions_T, lengths, routed_experts_TMK, images)
-        if images is None and self.images is not None and self.joins_images:
-            return hidden_TH + self.images.nothing().to(hidden_TH.dtype)
-        return hidden_TH
+        if images is not None or self.images is None or not self._joins(self.images):
+            return self._hidden(tokens_T, positions_T, lengths, routed_experts_TMK, images)
+        zero = self.images.nothing()  # before the language model, which is the order of the ranks with images
+        return self._hidden(tokens_T, positions_T, lengths, routed_experts_TMK, None) + zero
+
+    def _joins(self, images: ImageReader) -> bool:
+        """True if this pass runs the image encoder without images."""
+        backward = torch.is_grad_enabled() and images.trained and self.reduces_gradients
+        return not images.unsupported and (self.joins_images or backward)
 
     def _hidden(
         self,

@@ -156,7 +156,7 @@ class ImageReader:
         """
         outputs = self.features(self.probe.images)
         named = [getattr(outputs, name, None) for name in ("pooler_output", "deepstack_features")]
-        return torch.stack([tensor.flatten()[:0].sum().float() for tensor in _tensors(named)]).sum()
+        return torch.stack([tensor.flatten()[:0].sum() for tensor in _tensors(named)]).sum()
 
     def types(self, is_image: Tensor) -> dict[str, Tensor]:
         """Arguments of `TYPES` that the model has."""

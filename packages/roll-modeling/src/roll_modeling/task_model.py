@@ -28,12 +28,15 @@ from roll_modeling.pending_losses import non_finite_tokens
 from roll_modeling.routing import RoutingReplay
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, WantedOutputs
     from roll_modeling.context_parallel import ContextParallel
+    from roll_modeling.process_group import ProcessGroup
 
 
 IDLE = ("idle",)
@@ -66,6 +69,14 @@ class TaskModel:
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
         self.num_positions = position_table(model.config.to_dict())
         """Longest sequence of a model with a table of positions; None for others."""
+
+    def join_images(self, micros: Sequence[MicroBatch], ranks: ProcessGroup) -> None:
+        """Let each pass until the next call run the image encoder, if any rank has images among its `micros`.
+
+        For encoders whose parameters are gathered when they run. Collective for a model that reads images.
+        """
+        if self.images is not None:
+            self.backbone.joins_images = bool(ranks.most([any(any(micro.media_S) for micro in micros)])[0])
 
     def outputs(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch | None = None) -> TokenOutputs:
         """Compute the requested outputs, with gradients where parameters have them.

@@ -24,15 +24,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.spec.train import LossFn, LossMetrics, MicroBatch, WantedOutputs
+    from roll_modeling.task_model import TaskModel
     from roll_strategy_deepspeed.ranks import Ranks
 
 
 class Passes:
     """Forward and backward passes of one model."""
 
-    def __init__(self, compute: Any, engine: Any, ranks: Ranks, stage: int) -> None:
+    def __init__(self, compute: Any, engine: Any, ranks: Ranks, stage: int, task_model: TaskModel | None) -> None:
         """`compute` is the engine, or the `Computation` if there is no engine."""
         self._compute, self._engine, self._ranks, self._stage = compute, engine, ranks, stage
+        self._task_model = task_model
+        if task_model is not None:
+            task_model.backbone.reduces_gradients = True
         self.num_backwards = 0
         """Number of backward passes since the last optimizer step."""
 
@@ -44,6 +48,7 @@ class Passes:
     def score_all(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
         """Forward passes of all microbatches; at stage 3, followed by idle passes if other ranks have more
         microbatches."""
+        self._join_images(micros)
         num_idle = self._ranks.most([len(micros)])[0] - len(micros) if self._stage == 3 else 0
         for micro in micros:
             yield self.score(micro, want)
@@ -55,6 +60,7 @@ class Passes:
 
         Raises `NonFiniteError` on every rank after all passes are complete.
         """
+        self._join_images(micros)
         num_idle = self._ranks.most([len(micros)])[0] - len(micros) if self._stage >= 2 else 0
         losses = PendingLosses(self._ranks.device, self._ranks)
         for micro, moved in moved_ahead(micros, self._ranks.device):
@@ -86,6 +92,10 @@ class Passes:
         # DeepSpeed averages over ranks; the objective is a sum.
         self._engine.backward(loss * self._ranks.size)
         self.num_backwards += 1
+
+    def _join_images(self, micros: Sequence[MicroBatch]) -> None:
+        if self._stage == 3 and self._task_model is not None:
+            self._task_model.join_images(micros, self._ranks)
 
     def _outputs(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch) -> TokenOutputs:
         return TokenOutputs(**self._compute(micro=micro, want=want, host=host))

@@ -27,6 +27,7 @@ CAPABILITIES = TrainCapabilities(
     ema=True,
     module_programs=True,
     router_replay=True,
+    images=True,
     portable_state=True,
     any_world_size=True,
     weight_transports=("cuda_ipc", "shm", "collective", "disk"),

@@ -95,7 +95,9 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
             self._start_engine(settings, None)
         check_ties(self.model, ties)
         self.compute: Any = self.engine or self.computation or self.model
-        self.passes = Passes(self.compute, self.engine, self.ranks, self.stage)
+        self.passes = Passes(
+            self.compute, self.engine, self.ranks, self.stage, None if self.library is not None else self.task_model
+        )
         # At stage 0, ranks meet only in the optimizer step.
         self.module_passes = ModulePasses(self.ranks, shared=self.stage > 0)
         if self.library is not None and self.module_passes.shared:

@@ -57,6 +57,7 @@ class Passes:
         if make is not None:
             with torch.no_grad():
                 self.task_model: TaskModel = root(make)
+            self.task_model.backbone.reduces_gradients = True
             self.free()
 
     def score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
@@ -70,9 +71,10 @@ class Passes:
         finally:
             self.free()
 
-    def make_up_for(self, num_micros: int, want: WantedOutputs) -> None:
+    def make_up_for(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> None:
         """Run idle passes until this rank has as many passes as the rank with the most microbatches. Collective."""
-        for idle in self._idle(num_micros):
+        self.task_model.join_images(micros, self.process_group)
+        for idle in self._idle(len(micros)):
             self._score(idle.to(self.device), want, idle)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
@@ -80,6 +82,7 @@ class Passes:
 
         Raises `NonFiniteError` on every rank after all passes are complete.
         """
+        self.task_model.join_images(micros, self.process_group)
         idle = self._idle(len(micros))
         losses = PendingLosses(self.device, self.process_group)
         try:

@@ -35,6 +35,7 @@ CAPABILITIES = TrainCapabilities(
     ema=True,
     module_programs=True,
     router_replay=True,
+    images=True,
     portable_state=True,
     any_world_size=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),

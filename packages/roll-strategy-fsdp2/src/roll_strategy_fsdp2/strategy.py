@@ -155,6 +155,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
 
         Collective: every rank must call it the same number of times.
         """
+        self.passes.task_model.join_images([micro], self.process_group)
         (outputs,) = self._score([micro], want)
         return outputs
 
@@ -164,7 +165,7 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
         Idle passes run immediately; the others run as the iterator is consumed.
         """
         self.offloader.need("weights")
-        self.passes.make_up_for(len(micros), want)
+        self.passes.make_up_for(micros, want)
         return self._score(micros, want)
 
     def _score(self, micros: Sequence[MicroBatch], want: WantedOutputs) -> Iterator[TokenOutputs]:
