@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_core.data.media import image_media, received_message, sent_message
+from roll_core.data.media import image_media, received_message, with_parts
 from roll_core.data.processor import processor_of
 from roll_core.data.rollouts import rows, sequences_of
 from roll_core.data.tokenizers import make_tokenizer
@@ -279,11 +279,11 @@ def test_texts_may_contain_the_character_of_an_image_place(tokenizers: Any) -> N
     assert received_message({"role": "user", "content": f"a{IMAGE}b"})["content"] == f"a{IMAGE}b"
 
 
-def test_a_sent_message_is_received_unchanged() -> None:
+def test_messages_in_the_format_of_openai_are_the_same() -> None:
     received = received_message(message("pillow", 3))
-    sent = json.loads(json.dumps(sent_message(received)))
-    assert received_message(sent) == received
-    assert sent_message({"role": "user", "content": "1"}) == {"role": "user", "content": "1"}
+    text = {"role": "user", "content": "1"}
+    sent = json.loads(json.dumps(with_parts([received, text], data=True)))
+    assert [received_message(message) for message in sent] == [received, text]
 
 
 # -- images that the model cannot see ----------------------------------------------------------------------------------
@@ -448,7 +448,8 @@ def test_calls_with_other_images_are_branches_of_the_tree(tokenizers: Any) -> No
             call.delivered = True
             return dict(reply.message)
 
-        first, second = (sent_message(received_message(message("pillow", seed))) for seed in (1, 2))
+        received = [received_message(message("pillow", seed)) for seed in (1, 2)]
+        first, second = with_parts(received, data=True)
         reply = await call(first)
         await call(first, reply, second)
         await call(first, reply, first)
@@ -465,9 +466,3 @@ def test_calls_with_other_images_are_branches_of_the_tree(tokenizers: Any) -> No
         digests[:1], digests[1:], digests[:1], digests[1:],
     ]  # fmt: skip
     assert [len(row.media) for row in rows(rollout)] == [2, 2, 1]
-
-
-def test_an_agent_gets_the_images_of_its_environment_as_parts() -> None:
-    received = received_message(message("media", 1))
-    parts = sent_message(received)["content"]
-    assert [part["type"] for part in parts] == ["text", "image_url", "text"]

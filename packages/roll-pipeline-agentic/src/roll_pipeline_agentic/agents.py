@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from roll_core.data.media import sent_message
+from roll_core.data.media import with_parts
 from roll_core.errors import ContractError, EnvironmentFailure
 from roll_core.spec.agent import Agent, Session
 from roll_core.spec.environment import Reply, Turn
@@ -192,7 +192,7 @@ class AgentHost(EnvironmentHost):
         values: list[float] = []
         turn = Turn()
         for _ in range(self._run_config.max_turns(self.tag)):  # also if the agent replies without calls
-            asked = replace(session, messages=tuple(map(sent_message, messages)), tools=tuple(opening.tools))
+            asked = replace(session, messages=tuple(with_parts(messages, data=True)), tools=tuple(opening.tools))
             try:
                 reply = await self._run(agent, recorder, task, asked)
             except EnvironmentFailure:

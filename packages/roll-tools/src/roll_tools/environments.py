@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from roll_core.config.explain import code_of, findings
-from roll_core.data.media import received_message, sent_message
+from roll_core.data.media import received_message, with_parts
 from roll_core.errors import ConfigError, ConfigProblem, EnvironmentFailure
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, options_schema, schema_of
@@ -181,7 +181,7 @@ def _show(messages: Sequence[Message], player: str, engine: EnginePlayer | None)
         for media in message.get("media", ()):
             sys.stdout.write(f"[image] {media.width} x {media.height} pixels: {_saved(media)}\n")
     if engine is not None:
-        engine.add([sent_message(message) for message in received], player)
+        engine.add(with_parts(received, data=True), player)
 
 
 @cache

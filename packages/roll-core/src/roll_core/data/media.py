@@ -163,20 +163,6 @@ def _placeless(text: str) -> str:
     return text.replace(IMAGE, "\ufffd")
 
 
-def sent_message(message: Message) -> Message:
-    """A message as JSON values, with its images as parts of its content in OpenAI's format."""
-    if not message.get("media"):
-        return message
-    images = iter(message["media"])
-    parts: list[dict[str, Any]] = []
-    for index, text in enumerate(message["content"].split(IMAGE)):
-        if index:
-            parts.append({"type": "image_url", "image_url": {"url": _data_url(next(images))}})
-        if text:
-            parts.append({"type": "text", "text": text})
-    return {key: value for key, value in message.items() if key != "media"} | {"content": parts}
-
-
 @lru_cache(maxsize=256)
 def _received(raw: bytes) -> Media:
     """Equal images are one object: agents send all images again with each request."""
