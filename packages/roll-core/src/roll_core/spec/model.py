@@ -106,8 +106,8 @@ class ModelSpec:
     vocabulary."""
     trust_remote_code: bool = False
     freeze: tuple[str, ...] = ("vision", "projector")
-    """Parts of a model with images that are neither trained nor published: the encoder of images, and the layers
-    between it and the language model."""
+    """Parts of a model with images that are not trained: the encoder of images, and the layers between it and the
+    language model."""
     lora: LoraSpec | None = None
     """Train adapters instead of the weights, or serve the adapters that another role trains. Set only for strategies
     with `capabilities.lora`."""
