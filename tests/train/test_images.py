@@ -14,12 +14,14 @@ from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.media import image_media
 from roll_core.data.pack import pack
 from roll_core.errors import DataError, ModelError, UnsupportedError
-from roll_core.spec.model import LoraSpec
+from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_core.types import IMAGE
+from roll_modeling.export import write_model
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
 from shared_tests.tiny_vision import (
+    CONFIGS,
     IDS,
     IMAGE_TOKEN,
     MODEL_TYPES,
@@ -189,6 +191,16 @@ def test_transformers_loads_an_exported_model(trainer, folders, tmp_path, model_
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (file := folders[model_type] / name).is_file():
             assert json.loads((tmp_path / name).read_text()) == json.loads(file.read_text())
+
+
+def test_a_new_model_is_exported_with_the_processor_of_its_tokenizer(folders, tmp_path):
+    folder = folders["qwen2_5_vl"]
+    random_init = {"model_type": "qwen2_5_vl", **CONFIGS["qwen2_5_vl"]}
+    spec = ModelSpec(random_init=random_init, tokenizer=str(folder), dtype="fp32")
+    model = load_model(spec)
+    write_model(model, spec, model.state_dict(), tmp_path)
+    files = [json.loads((place / "preprocessor_config.json").read_text()) for place in (folder, tmp_path)]
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,10 @@ def _write_inputs(spec: ModelSpec, path: Path) -> None:
 
     if spec.tokenizer or spec.path:
         load_tokenizer(spec).save_pretrained(path)
-    for name in PROCESSORS if spec.path else ():
+    source = spec.path or spec.tokenizer  # the processor of a new model is beside its tokenizer
+    for name in PROCESSORS if source else ():
         try:
-            if file := cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False):
+            if file := cached_file(source, name, _raise_exceptions_for_missing_entries=False):
                 shutil.copyfile(file, path / name)
         except OSError as error:  # the hub cannot be reached; the weights are worth more than this file
-            log.warning("%s: %s is not in the export: %s", spec.path, name, one_line(error))
+            log.warning("%s: %s is not in the export: %s", source, name, one_line(error))
