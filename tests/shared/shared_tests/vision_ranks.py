@@ -13,9 +13,9 @@ from roll_core.spec.train import WantedOutputs
 from roll_core.types import IMAGE
 from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_rows
+from roll_testing.kit import registry
 from roll_testing.losses import LOSSES, SPLITS
 from roll_testing.programs import score, train
-from roll_testing.kit import registry
 from shared_tests.tiny_vision import picture, vision_batch, vision_sequence
 
 if TYPE_CHECKING:
