@@ -583,9 +583,9 @@ def test_unreadable_file_is_an_error(registry, tmp_path):
 
 @pytest.mark.parametrize(
     ("flag", "fact"),
-    [("--actor.model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-3B"), ("--pretrain llava-7b", "llava-7b")],
+    [("--actor.model_name_or_path Qwen/Qwen2.5-Omni-3B", "Qwen2.5-Omni-3B"), ("--pretrain audio-7b", "audio-7b")],
 )
-def test_models_with_images_are_refused_by_name(flag, fact, registry, tmp_path):
+def test_models_with_audio_are_refused_by_name(flag, fact, registry, tmp_path):
     file = tmp_path / "run.sh"
     file.write_text(f"python3 -m openrlhf.cli.train_ppo_ray {flag} --data.prompt_dataset a.jsonl\n")
     with raises_error(UnsupportedError, fact, f"{file}:1"):
@@ -616,3 +616,28 @@ fi
     assert places["ckpt.output_dir"].startswith("3:")
     other = import_openrlhf(file, registry, {"MODEL": "other"})
     assert other.config["pretrain"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("flags", "args", "freeze"),
+    [
+        ("--data.max_images_per_prompt 4", {"images": "images", "max_images": 4}, []),
+        (
+            "--data.max_images_per_prompt 1 --data.image_key pictures --actor.freeze_visual_encoder",
+            {"images": "pictures", "max_images": 1},
+            ["vision", "projector"],
+        ),
+        ("--data.image_key pictures", {}, None),
+    ],
+)
+def test_columns_of_images_are_imported(flags, args, freeze, registry, tmp_path):
+    file = tmp_path / "run.sh"
+    model = "--actor.model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct"
+    file.write_text(f"python3 -m openrlhf.cli.train_ppo_ray {model} --data.prompt_dataset a.jsonl {flags}\n")
+    config = import_openrlhf(file, registry).config["actor_train"]
+    assert {key: config["data_args"].get(key) for key in ("images", "max_images")} == {
+        "images": None,
+        "max_images": None,
+        **args,
+    }
+    assert config.get("model_args", {}).get("freeze") == freeze

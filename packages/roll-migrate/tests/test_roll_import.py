@@ -656,10 +656,6 @@ def test_settings_that_affect_training_are_never_dropped(lines, refused, tmp_pat
     ("file", "says"),
     [
         ("onpolicy_distill_agents", r"onpolicy_distill_agents\.yaml:3:1: student_train"),
-        (
-            "rlvr_images",
-            r"rlvr_images\.yaml:4:37: actor_train\.data_args\.image_max_pixels",
-        ),
         ("rollout_only", r"rollout_only\.yaml:3:1: actor_infer"),
     ],
 )
@@ -764,19 +760,36 @@ def test_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, monke
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
-        ("distill", "student_pretrain", "Qwen/Qwen2.5-VL-7B-Instruct"),
-        ("distill", "student.data_args.template", "qwen2-5-vl"),
-        ("distill", "student.data_args.image_key", "images"),
-        ("sft_fsdp2", "pretrain", "Qwen/Qwen3-VL-4B-Instruct"),
         ("agentic", "pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"),
-        ("rlvr_megatron_vllm", "actor_train.data_args.max_pixels", 1000),
-        ("dpo", "pretrain", "llava-1.5-7b"),
+        ("rlvr_megatron_vllm", "actor_train.data_args.video_key", "videos"),
+        ("distill", "student.data_args.audio_key", "audio"),
     ],
 )
-def test_configs_with_images_are_refused_by_key(name, key, value, registry, tmp_path):
+def test_configs_with_other_media_are_refused_by_key(name, key, value, registry, tmp_path):
     data = compose(FILES / f"{name}.yaml", (), registry).data
     put(data, tuple(key.split(".")), value)
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(data))
     with raises_error(UnsupportedError, key):
         import_roll(file, registry)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "role"),
+    [
+        ("distill", {"student_pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "actor_train"),
+        ("distill", {"student.data_args.image_key": "images"}, "actor_train"),
+        ("sft_fsdp2", {"pretrain": "Qwen/Qwen3-VL-4B-Instruct"}, "sft_train"),
+        ("dpo", {"pretrain": "llava-1.5-7b"}, "actor_train"),
+        ("rlvr_images", {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "actor_train"),
+    ],
+)
+def test_columns_of_images_are_imported(name, keys, role, registry, tmp_path):
+    data = compose(FILES / f"{name}.yaml", (), registry).data
+    for key, value in keys.items():
+        put(data, tuple(key.split(".")), value)
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(data))
+    imported = import_roll(file, registry).config[role]["data_args"]
+    assert imported["images"] == "images"
+    assert imported.get("max_pixels") == (100000 if name == "rlvr_images" else None)

@@ -491,7 +491,7 @@ def test_every_key_of_a_file_is_reported_once(registry):
             "unsupported",
             {},
         ),
-        ({"data__image_key": "images"}, "data.image_key", "unsupported", {"data.image_key": "images"}),
+        ({"data__image_key": "images"}, "data.image_key", "renamed", {"actor_train.data_args.images": "images"}),
         (
             {"data__image_key": "images", "data__video_key": "videos"},
             "data.image_key",
@@ -657,7 +657,28 @@ def test_scripts_of_other_programs_are_refused_by_name(program, registry, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-7B-Instruct", "OpenGVLab/InternVL3-8B", "zai-org/GLM-4.5V"])
-def test_models_with_images_are_refused_by_name(name, registry, tmp_path):
+@pytest.mark.parametrize(
+    ("keys", "column", "freeze"),
+    [
+        ("", "images", []),
+        ("data.image_key=pictures", "pictures", []),
+        (
+            "data.image_key=images actor_rollout_ref.actor.freeze_vision_tower=True",
+            "images",
+            ["vision", "projector"],
+        ),
+    ],
+)
+def test_columns_of_images_are_imported(name, keys, column, freeze, registry, tmp_path):
+    files = "data.train_files=a.parquet data.val_files=b.parquet"
+    imported = script(f"{PPO} {files} actor_rollout_ref.model.path={name} {keys}\n", registry, tmp_path)
+    for role in ("actor_train", "validation"):
+        assert imported.config[role]["data_args"]["images"] == column
+    assert imported.config["actor_train"]["model_args"]["freeze"] == freeze
+
+
+def test_models_with_audio_are_refused_by_name(registry, tmp_path):
+    name = "Qwen/Qwen2.5-Omni-7B"
     with raises_error(UnsupportedError, name, f"{tmp_path / 'run.sh'}:1"):
         script(f"{PPO} data.train_files=a.parquet actor_rollout_ref.model.path={name}\n", registry, tmp_path)
     with raises_error(UnsupportedError, name):

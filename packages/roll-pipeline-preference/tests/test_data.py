@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from roll_core.data.encode import tokenizer_texts
 from roll_core.data.rows import read_rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
+from roll_core.runtime.run.tokenizer import load_tokenizer
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.types import TrainSequence
 from roll_pipeline_preference.encode import CHOSEN, DESIRABLE, MARGIN, encode_labelled, encode_pairs, mismatched
 from roll_testing.errors import mentions, raises_error
+from shared_tests.tiny_vision import IDS, picture, write_processor
 
 PAIR = {"prompt": "2+2=", "chosen": "four", "rejected": "5"}
 
@@ -241,3 +244,79 @@ def test_labels_that_are_all_equal_are_a_warning(load, caplog, label):
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert mentions(record.getMessage(), "pairs.jsonl row 1", str(label).lower())
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load_images(tmp_path):
+    """`load_images(rows, **data_args)` with the processor of Qwen2.5-VL, and images of 6 and 1 tokens."""
+    picture(84, 56).save(tmp_path / "a.png")
+    picture(28, 28).save(tmp_path / "b.png")
+    write_processor(tmp_path, "qwen2_5_vl")
+
+    def make(rows, **given):
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        data = DataArguments(file_name=str(path), **{"images": "images", **given})
+        return read_rows(data), data, load_tokenizer(str(tmp_path))
+
+    return make
+
+
+USER = [{"role": "user", "content": "<image>how many?"}]
+FOUR, FIVE = ([{"role": "assistant", "content": text}] for text in ("4", "5"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": USER, "chosen": FOUR, "rejected": FIVE},
+        {"prompt": USER, "chosen": "4", "rejected": "5"},
+        {"chosen": USER + FOUR, "rejected": USER + FIVE},
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}],
+            "chosen": FOUR,
+            "rejected": FIVE,
+        },
+    ],
+    ids=["lists", "texts", "implicit prompt", "parts"],
+)
+def test_responses_of_a_pair_share_the_images_of_the_prompt(load_images, row):
+    loaded = load_images([row | {"images": ["a.png"]}])
+    (chosen, rejected), counts = pairs(loaded)
+    image = IDS["<|image_pad|>"]
+    for sequence in (chosen, rejected):
+        assert [(media.width, media.height) for media in sequence.media] == [(84, 56)]
+        assert int((sequence.tokens == image).sum()) == 6
+        assert not sequence.loss_mask[sequence.tokens == image].any()
+    assert chosen.media[0] == rejected.media[0]
+    assert (counts.kept, len(chosen.tokens)) == (1, len(rejected.tokens))
+
+
+def test_pairs_with_bad_images_are_dropped_once(load_images):
+    row = {"prompt": USER, "chosen": "4", "rejected": "5"}
+    loaded = load_images([row | {"images": ["a.png"]}, row | {"images": ["gone.png"]}], broken_images="drop")
+    sequences, counts = pairs(loaded)
+    assert (len(sequences), counts.kept, counts.broken_images) == (2, 1, 1)
+
+
+def test_images_in_responses_are_refused(load_images):
+    turns = [*FOUR, {"role": "user", "content": "<image>"}, *FIVE]
+    loaded = load_images([{"prompt": "q", "chosen": turns, "rejected": "5", "images": ["a.png"]}])
+    with raises_error(DataError, "row 1"):
+        pairs(loaded)
+
+
+def test_equal_prompts_with_other_images_are_other_prompts(load_images):
+    rows = [
+        {"prompt": USER, "response": "4", "label": True, "images": ["a.png"]},
+        {"prompt": USER, "response": "5", "label": False, "images": ["b.png"]},
+    ]
+    picture(84, 56, seed=1).save(Path(load_images(rows)[1].file_name).parent / "b.png")
+    sequences, _ = encode_labelled(*load_images(rows), prompt_length=200, response_length=100)
+    assert np.array_equal(sequences[0].tokens[:-2], sequences[1].tokens[:-2])
+    first, second = mismatched(sequences, "rows")
+    assert [sequence.media for sequence in (first, second)] == [sequence.media for sequence in sequences]
+    assert first.tokens.tolist() == sequences[1].tokens.tolist()

@@ -16,7 +16,7 @@ from roll_migrate import openrlhf_keys as rlhf
 from roll_migrate.conversion import Conversion, did_you_mean
 from roll_migrate.rules import Outcome, convert_single, dotted
 from roll_migrate.scripts import read_script
-from roll_migrate.shared_rules import refuse_images
+from roll_migrate.shared_rules import refuse_audio
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ def import_openrlhf(path: Path, registry: Registry, variables: Mapping[str, str]
     trainer, words, gpus = _launch(path, variables or {})
     flags = {name: (value, where) for name, value, where in _flags(trainer, words)}
     models = ("actor.model_name_or_path", "model.model_name_or_path", "pretrain")
-    refuse_images({flags[name][1]: flags[name][0] for name in models if name in flags})
+    refuse_audio({flags[name][1]: flags[name][0] for name in models if name in flags})
     source: dict[str, Any] = {launch.TRAINER: trainer, **({launch.GPUS: gpus} if gpus else {})}
     for name, (value, _) in flags.items():
         aliases = launch.ALIASES[trainer].get(name, (name,))

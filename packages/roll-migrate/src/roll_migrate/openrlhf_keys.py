@@ -43,6 +43,33 @@ def _column(name: str) -> KeyRule:
     return nested(lambda value, key: key.renamed({f"{role}.{name}": value for role in launch.columns(key.source)}))
 
 
+def _images(value: Any, key: Key) -> Outcome:
+    """The column of images, which OpenRLHF reads only with a maximum per prompt."""
+    if not _has_images(key.source):
+        return key.unneeded("data.max_images_per_prompt is 0")
+    return key.renamed({f"{role}.images": value for role in launch.columns(key.source)})
+
+
+def _has_images(source: Mapping[str, Any]) -> bool:
+    return bool(source.get("data.max_images_per_prompt"))
+
+
+def _frozen(value: Any, key: Key) -> Outcome:
+    if not _has_images(key.source):
+        return key.unneeded("the rows have text alone")
+    freeze = ["vision", "projector"] if value else []
+    return key.changed({"actor_train.model_args.freeze": freeze}, "OpenRLHF's encoder includes the projector")
+
+
+def _max_images(value: Any, key: Key) -> Outcome:
+    if not value:
+        return key.unneeded("the rows have text alone")
+    column = key.source.get("data.image_key") or "images"
+    writes = {f"{role}.max_images": value for role in launch.columns(key.source)}
+    writes |= {f"{role}.images": column for role in launch.columns(key.source)}
+    return key.changed(writes, "rows with more images are dropped and counted")
+
+
 def _computed(*parts: str) -> KeyRule:
     """Write the values that this flag and others determine together: those whose keys have one of `parts`."""
 
@@ -583,7 +610,7 @@ ACTOR: dict[str, Convert] = {
     "actor.policy_loss_type": _policy_loss,
     "actor.loss_agg_mode": _aggregation,
     "actor.entropy_coef": to("entropy_loss_coef"),
-    "actor.freeze_visual_encoder": unneeded("only text models are trained"),
+    "actor.freeze_visual_encoder": nested(_frozen),
     "algo.advantage.estimator": _estimator,
     "algo.advantage.gamma": _gamma,
     "algo.advantage.lambd": only(launch.has_critic, "only the estimator gae reads it", to("lambd")),
@@ -632,8 +659,8 @@ ACTOR: dict[str, Convert] = {
     "data.prompt_probs": refused("files are not sampled by probabilities: mix the rows"),
     "data.input_key": _input,
     "data.label_key": _label,
-    "data.image_key": refused("only text is supported"),
-    "data.max_images_per_prompt": refused("only text is supported", 0),
+    "data.image_key": nested(_images),
+    "data.max_images_per_prompt": nested(_max_images),
     "ckpt.best_metric_key": _best,
     "eval.temperature": only(
         launch.evaluates, "there is no eval.dataset", to("validation.generating_args.temperature")
@@ -819,6 +846,7 @@ ROLLOUTS: tuple[Default, ...] = (
     Default("actor_infer.strategy_args.strategy_config.gpu_memory_utilization", 0.95),
     *_columns_of("actor_train"),
     *_columns_of("validation"),
+    Default("actor_train.model_args.freeze", lambda source, _: [], _has_images),
     *_trained("actor_train", "actor.", 1e-6),
     *_trained("critic", "critic.", 9e-6, launch.has_critic),
     Default("value_clip", 0.5, launch.has_critic),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roll_migrate import roll_values as values
-from roll_migrate.roll_pipelines import ON_POLICY
+from roll_migrate.roll_pipelines import ON_POLICY, has_images
 from roll_migrate.rules import (
     AnyName,
     Default,
@@ -77,7 +77,10 @@ TRAINING: Table = {
 
 DATA: Table = {
     "file_name": change("kept; a pattern is replaced by the matching files", values.file_name, nested=True),
-    **keys("tag id domain_interleave_probs", keep()),
+    **keys("tag id domain_interleave_probs max_pixels", keep()),
+    "image_key": rename("images"),
+    "image_max_pixels": rename("max_pixels"),
+    **keys("min_pixels image_min_pixels", refused("the model's processor enlarges small images")),
     "messages": change("kept in rlvr", values.messages_column),
     "prompt": change("kept in rlvr without messages, with `template: plain`", values.prompt_column),
     "template": change("`qwen2_5`, `qwen3` → `native`, `empty` → `chatml`", values.template),
@@ -521,7 +524,7 @@ STRATEGIES: dict[str, Table] = {
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("template", "messages", "prompt", "query", "response", "system", "tag", "chosen", "rejected")
+COLUMNS = ("template", "messages", "prompt", "query", "response", "system", "images", "tag", "chosen", "rejected")
 
 
 def _trained(role: str) -> tuple[Default, ...]:
@@ -565,7 +568,10 @@ def _evaluated(trained: str, **columns: str) -> tuple[Default, ...]:
         )
 
     defaults = (Default(f"{trained}.data_args.{name}", column) for name, column in columns.items())
-    return (*defaults, *map(like_trained, COLUMNS))
+    images = Default(
+        f"{trained}.data_args.images", "images", has_images, "the config does not name the column of images: check it"
+    )
+    return (*defaults, images, *map(like_trained, COLUMNS))
 
 
 def _expands(source: Mapping[str, Any]) -> bool:

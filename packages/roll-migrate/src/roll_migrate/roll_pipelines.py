@@ -24,7 +24,6 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("agentic", "", AGENTIC_KEYS),
     ("distill", "", ("student", "teacher", "student_pretrain", "teacher_pretrain")),
     ("dpo", "", ("chosen_key", "rejected_key", "ipo", "beta", "label_smoothing")),
-    ("rlvr with images", "images or video", ("vlm_filter",)),
     ("rlvr", "", ("rewards",)),
 )
 """Pipelines in the order of detection: ROLL's name, what distinguishes it, and keys that only it has."""
@@ -41,7 +40,9 @@ IMPORTABLE = {
 }
 """ROLL's pipelines that are imported, and the names of their tables: roll-core's pipelines, and `ON_POLICY`."""
 REWARD_FL_STRATEGY = "diffusion_deepspeed_train"
-OF_IMAGES = ("image", "video", "audio", "max_pixels", "min_pixels")
+OF_OTHER_MEDIA = ("video", "audio")
+WITHOUT_IMAGES = ("agentic", "on-policy distillation", "Reward-FL")
+"""Pipelines whose configs with images are not imported."""
 MODELS = ("pretrain", "model_name_or_path", "template", "reward_pretrain", "student_pretrain", "teacher_pretrain")
 """Keys whose values tell whether a model reads images."""
 REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
@@ -53,7 +54,7 @@ def recognise(data: Mapping[str, Any], written: Positions) -> str:
     Raises `UnsupportedError`, with the decisive key, if there is none.
     """
     name, lacks, seen = _kind(data)
-    if name and (of_images := _of_images(data)):
+    if name and (of_images := _of_images(data, others_only=name not in WITHOUT_IMAGES)):
         name, lacks, seen = f"{name.removesuffix(' with images')} with images", "images or video", of_images
     has_environments = any(data.get(key) for key in AGENTIC_KEYS)
     of_agents = name == "on-policy distillation" and (
@@ -94,15 +95,20 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     return kind
 
 
-def _of_images(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Path of the first key that names a model or a column with images, video or audio; empty without one."""
+def has_images(data: Mapping[str, Any]) -> bool:
+    """True if a model or a template reads images, by its name."""
+    return bool(_of_images(data, others_only=False))
+
+
+def _of_images(data: Mapping[str, Any], path: tuple[str, ...] = (), *, others_only: bool) -> tuple[str, ...]:
+    """Path of the first key that names a model with images, or a column of video or audio; empty without one."""
     for name, value in data.items():
         here = (*path, str(name))
         if isinstance(value, dict):
-            if inner := _of_images(value, here):
+            if inner := _of_images(value, here, others_only=others_only):
                 return inner
-        elif (name in MODELS and reads_images(value)) or (
-            "data_args" in path and str(name).startswith(OF_IMAGES) and value is not None
+        elif (name in MODELS and not others_only and reads_images(value)) or (
+            "data_args" in path and str(name).startswith(OF_OTHER_MEDIA) and value is not None
         ):
             return here
     return ()

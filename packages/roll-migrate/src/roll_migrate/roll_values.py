@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.devices import parse_device_mapping
+from roll_migrate.roll_pipelines import has_images
 from roll_migrate.rules import KeyRule, Outcome, is_neutral, lookup, value_at
 from roll_migrate.shared_rules import experiment
 
@@ -352,7 +353,10 @@ def additional_prompts(value: Any, key: Key) -> Outcome:
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
-TEMPLATES = {"native": "native", "qwen2_5": "native", "qwen3": "native", "chatml": "chatml", "empty": "chatml"}
+TEMPLATES = {
+    **dict.fromkeys(("native", "qwen2_5", "qwen3", "qwen2-5-vl", "qwen2-vl"), "native"),
+    **dict.fromkeys(("chatml", "empty"), "chatml"),
+}
 """ROLL's name -> roll-core's. Most are the tokenizer's own template (roll/datasets/chat_template.py)."""
 
 
@@ -371,7 +375,7 @@ def template(value: Any, key: Key) -> Outcome:
 def global_template(value: Any, key: Key) -> Outcome:
     """Template of the training rows, which evaluation rows use too."""
     trained = TRAINED.get(key.pipeline, "actor_train")
-    if has_bare_prompts(key.get(trained, "data_args"), key.pipeline):
+    if has_bare_prompts(key.get(trained, "data_args"), key.pipeline) and not has_images(key.source):
         return key.dead("ROLL applies no chat template to the column prompt")
     name = TEMPLATES.get(value, value)
     target = {f"{trained}.data_args.template": name}
@@ -400,6 +404,8 @@ def prompt_column(value: Any, key: Key) -> Outcome:
         reads = {"preference": "the column instruction", "distill": "question_key", "sft": "prompt_key"}
         reason = reads.get(key.pipeline)
         return key.dead(f"ROLL reads {reason}" if reason else "messages takes precedence")
+    if has_images(key.source):
+        return key.unchanged()
     writes = ((key.path, value), ((*key.path[:-1], "template"), "plain"))
     return Outcome("kept", writes, "with template: plain, because ROLL applies no chat template to this column")
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from roll_migrate.rules import Convert, Key, KeyRule, Outcome
 
 
+_READS_AUDIO = re.compile(r"(?<![a-z])(?:omni|audio)(?![a-z])", re.IGNORECASE)
 _READS_IMAGES = re.compile(
     r"(?<![a-z])(?:vlm?|vision|omni|pixtral|paligemma|idefics\d*|minicpm-?[vo]|glm-?[\d.]*v|smolvlm\d*"
     r"|(?:qwen|qwen-?\d[.\d]*|intern|kimi|deepseek|ernie|mimo|step)-?vl\d*|llava\w*)(?![a-z])",
@@ -28,12 +29,12 @@ def reads_images(model: Any) -> bool:
     return isinstance(model, str) and _READS_IMAGES.search(Path(model).name) is not None
 
 
-def refuse_images(models: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedError` for a model that reads images; `models` has names by their places."""
+def refuse_audio(models: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedError` for a model that reads audio; `models` has names by their places."""
     for where, model in models.items():
-        if reads_images(model):
+        if isinstance(model, str) and _READS_AUDIO.search(Path(model).name):
             raise UnsupportedError(
-                f"{where}: {model} reads images, video or audio, which no pipeline here supports: choose a text model"
+                f"{where}: {model} reads audio, which no pipeline here supports: choose another model"
             )
 
 

@@ -31,7 +31,7 @@ from roll_migrate.conversion import (
 )
 from roll_migrate.rules import Outcome, value_at
 from roll_migrate.scripts import read_script
-from roll_migrate.shared_rules import refuse_images
+from roll_migrate.shared_rules import refuse_audio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -61,7 +61,7 @@ def import_verl(path: Path, registry: Registry, variables: Mapping[str, str] | N
         trains, data, where = _script(path, variables or {})
         unneeded = ()
     models = ((verl.ROLE, "model", "path"), ("model", "path"), ("model", "partial_pretrain"))
-    refuse_images({where(model): value_at(data, model) for model in models})
+    refuse_audio({where(model): value_at(data, model) for model in models})
     if not trains:
         raise UnsupportedError(
             f"{path} is no config of verl's PPO or SFT trainer: it has neither actor_rollout_ref nor optim"

@@ -37,6 +37,7 @@ from roll_migrate.shared_rules import (
     max_steps,
     names_of_files,
     python_function,
+    reads_images,
     track_with,
 )
 
@@ -205,12 +206,39 @@ def loggers(source: Mapping[str, Any]) -> list[Any]:
 # -- values: data ------------------------------------------------------------------------------------------------------
 
 
+FROZEN = ["vision", "projector"]
+
+
 def media(value: Any, key: Key) -> Outcome:
-    """Keep the key of a column of images, videos or audio."""
-    are_defaults = key.beside("image_key") == "images" and key.beside("video_key") == "videos"
-    if are_defaults and value in ("images", "videos", "audios"):
+    """Keep the key of a column of videos or audio."""
+    if value in ("videos", "audios"):
+        return key.unneeded("verl's default; rows with videos or audio are an error")
+    return key.refused("rows with videos or audio are not supported")
+
+
+def images(value: Any, key: Key) -> Outcome:
+    """Write the column of images to each `data_args`."""
+    if value == "images" and key.beside("video_key") == "videos" and not has_images(key.source):
         return key.unneeded("verl's default, which a composed config has for text too")
-    return key.refused("rows with images, videos or audio are not supported")
+    if lookup(key.source, "optim") is not None:
+        return key.renamed("sft_train.data_args.images")
+    roles = ("actor_train", "validation")[: 1 + evaluates(key.source)]
+    return key.renamed({f"{role}.data_args.images": value for role in roles})
+
+
+def _frozen(value: Any, key: Key) -> Outcome:
+    if not has_images(key.source):
+        return key.unneeded("the model reads text")
+    return key.changed(
+        {"actor_train.model_args.freeze": FROZEN if value else []}, "verl's tower includes the projector"
+    )
+
+
+def has_images(source: Mapping[str, Any]) -> bool:
+    """True if the name of the model says that it reads images."""
+    return any(
+        reads_images(lookup(source, key)) for key in (f"{ROLE}.model.path", "model.path", "model.partial_pretrain")
+    )
 
 
 def _truncation(value: Any, key: Key) -> Outcome:
@@ -930,7 +958,7 @@ ACTOR_KEYS: Table = {
     },
     "tis_imp_ratio_cap": _tis_cap,
     **keys("tau_pos tau_neg", _constant_of("sapo")),
-    "freeze_vision_tower": unneeded("only text models are trained"),
+    "freeze_vision_tower": nested(_frozen),
     **keys("calculate_entropy calculate_sum_pi_squared use_prefix_grouper", FASTER),
 }
 SCORED: Table = {
@@ -1117,7 +1145,8 @@ DATA: Table = {
     "tokenizer": refused("the model's own is used"),
     **keys("tool_config_path function_tool_path", refused(NO_TOOLS)),
     **keys("apply_chat_template_kwargs mm_processor_kwargs", refused("the template has no arguments", {})),
-    **keys("image_key video_key audio_key", media),
+    "image_key": nested(images),
+    **keys("video_key audio_key", media),
     **keys(
         "use_shm dataloader_num_workers filter_overlong_prompts_workers validation_shuffle image_patch_size"
         " return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs",
@@ -1322,6 +1351,8 @@ DEFAULTS: tuple[Default, ...] = (
     Default("actor_train.model_args.lora_alpha", 16, lora_rank),
     Default("actor_train.model_args.lora_target", "all-linear", lora_rank),
     Default("actor_train.data_args.messages", "prompt"),
+    Default("actor_train.data_args.images", "images", has_images),
+    Default("actor_train.model_args.freeze", lambda source, config: [], has_images),
     Default("actor_infer.strategy_args.strategy_name", "vllm", note=ENGINES),
     Default("actor_infer.device_mapping", _of(_slots), note=POOL),
     Default(f"{ENGINE}.tensor_parallel_size", 2, _has_engine("vllm", "None")),
@@ -1344,6 +1375,7 @@ DEFAULTS: tuple[Default, ...] = (
     ),
     *_trained("critic", "critic", 1e-5, 32768, has_critic),
     Default("validation.data_args.messages", _evaluated("prompt")),
+    Default("validation.data_args.images", _evaluated("images"), has_images),
     Default("validation.generating_args.temperature", _evaluated(0.0)),
     Default(
         f"rewards.{REWARD}.reward",

@@ -185,7 +185,8 @@ DATA: Table = {
         "balance_dp_token pad_mode use_shm num_workers ignore_input_ids_mismatch return_raw_input_ids return_raw_chat",
         verl.FASTER,
     ),
-    **keys("image_key video_key audio_key", verl.media),
+    "image_key": nested(verl.images),
+    **keys("video_key audio_key", verl.media),
 }
 OPTIM: Table = {
     **verl.OPTIM,

@@ -17,7 +17,7 @@ from roll_core.data.media import with_parts
 from roll_core.data.reasoning import answer_of
 from roll_core.errors import RewardFailure
 from roll_core.spec.rollout import EngineReward, RewardFunction
-from roll_core.types import Reward
+from roll_core.types import IMAGE, Reward
 from roll_rewards.services import post
 
 if TYPE_CHECKING:
@@ -79,12 +79,14 @@ def judging_messages(config: JudgingConfig, request: RewardRequest) -> list[dict
     column = config.ground_truth
     if "{ground_truth}" in config.judge_prompt and column not in request.metadata:
         raise RewardFailure(f"judge_prompt needs the column {column!r}, which the row lacks")
-    media = media_of(request.messages) if "{prompt}" in config.judge_prompt else ()
+    media = media_of(request.messages) * config.judge_prompt.count("{prompt}")
     values = {
         "prompt": "\n\n".join(message["content"] for message in request.messages) if media else request.prompt,
         "response": request.response,
         "ground_truth": str(request.metadata.get(column, "")),
     }
+    if media:  # only the prompt has images
+        values |= {name: values[name].replace(IMAGE, "") for name in ("response", "ground_truth")}
     # All at once: a response that contains a placeholder stays as it is.
     content = PLACEHOLDER.sub(lambda match: values[match[1]], config.judge_prompt)
     return [{"role": "user", "content": content, **({"media": media} if media else {})}]

@@ -257,13 +257,14 @@ def with_images(messages: list[Message], row: Row, data: DataArguments) -> list[
     images = [] if values is None else list(values) if isinstance(values, list) else [values]
     if data.images:
         _place_images(messages, images, row, data.images)
+    has_media = any(message.get("media") for message in messages)  # otherwise U+FFFC is text
     for number, message in enumerate(messages, 1):
         if None in message.get("media", ()):
             raise DataError(
                 f"{row.where}: message {number} ({message['role']}) has a part of type image without an image, and no"
                 " column of images is named: set data_args.images"
             )
-        if message["content"].count(IMAGE) != len(message.get("media", ())):
+        if has_media and message["content"].count(IMAGE) != len(message.get("media", ())):
             raise DataError(
                 f"{row.where}: message {number} ({message['role']}) has {message['content'].count(IMAGE)} places for"
                 f" images (U+FFFC), but {len(message.get('media', ()))} images"

@@ -38,7 +38,7 @@ from roll_core.spec.config import DataArguments
 from roll_core.spec.model import REWARD_MODEL_HINT, reward_model_problem
 from roll_core.spec.rollout import EngineReward, RewardFunction, RewardRequest
 from roll_core.spec.train import WantedOutputs
-from roll_core.types import GenerateRequest, Reward, TrainSequence
+from roll_core.types import IMAGE, GenerateRequest, Reward, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -102,7 +102,8 @@ class ModelInput:
 
     @staticmethod
     def _rendered(encoder: Encoder, request: RewardRequest) -> TokenIds:
-        response = {"role": "assistant", "content": request.response}
+        text = request.response.replace(IMAGE, "") if media_of(request.messages) else request.response
+        response = {"role": "assistant", "content": text}
         try:
             tokens = encoder.rendered([*map(dict, request.messages), response], "the sample")
         except DataError as error:
