@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+import shared_tests
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `vllm_live`
 
+
+STAND_INS = str(Path(shared_tests.__file__).parents[1] / "stand_ins")
+"""Has torchvision, whose wheel is linked to CUDA. vLLM imports names of it for models with images."""
+if importlib.util.find_spec("vllm"):  # before transformers finds out whether torchvision is installed
+    sys.path.insert(0, STAND_INS)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STAND_INS, os.environ.get("PYTHONPATH")]))
 
 SLOW = ("test_adapters_over_a_lower_precision_stay_in_bounds",)
 """Tests of the conformance kit that need an engine of their own. The embedded engine's show it in each run of tests;

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +24,6 @@ from vllm_mixtures import (
     remote_functions,
 )
 
-import shared_tests
 from roll_core.errors import CorruptTensorError, MissingTensorError
 from roll_core.runtime.weights.publisher import verify
 from roll_core.spec.model import LoraSpec
@@ -44,15 +41,7 @@ CLOSE_BF16 = 0.1
 """vLLM and transformers round differently. Their routers may choose other experts, so only most tokens are close."""
 QUICK = ("deepseek_v3",)
 """Architectures that every run of tests starts; beside `qwen3_moe`, `glm4_moe` and `gpt_oss` below."""
-STAND_INS = str(Path(shared_tests.__file__).parents[1] / "stand_ins")
-"""Has torchvision, whose wheel is linked to CUDA. vLLM imports names of it for qwen3_5, which has images as well."""
 ALL = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS if kind != "gpt_oss"]
-
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch):
-    monkeypatch.syspath_prepend(STAND_INS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [STAND_INS, os.environ.get("PYTHONPATH")])))
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -31,7 +31,9 @@ END, PADDING, TURN, TURN_END, IMAGE_START, IMAGE_END, IMAGE_TOKEN, VIDEO_TOKEN =
 SPECIAL = (PADDING, END, TURN, TURN_END, IMAGE_START, IMAGE_END, IMAGE_TOKEN, VIDEO_TOKEN)
 IDS = {token: 256 + index for index, token in enumerate(SPECIAL)}
 """Ids of the special tokens. Ids below 256 are bytes."""
-VOCABULARY = 256 + len(SPECIAL)
+NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
+"""Further tokens of gemma3: its processor writes newlines around an image, which join those of the text."""
+VOCABULARY = 256 + len(SPECIAL) + len(NEWLINES)
 
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -169,8 +171,10 @@ _TOKENIZER: dict[str, dict[str, str]] = {
 }
 
 
-def tiny_vision(folder: Path, model_type: str, *, seed: int = 7) -> Path:
+def tiny_vision(folder: Path, model_type: str, *, seed: int = 7, num_heads: int = 4) -> Path:
     """Write a model of `MODEL_TYPES` with its tokenizer and processor to `folder`, which is returned.
+
+    The language model is 64 wide and has `num_heads` heads: engines support the size of 2 heads on a CPU.
 
     Tokens are bytes and `SPECIAL`. Tokens of an image: qwen2_5_vl one for 28 x 28 pixels, qwen3_vl one for 32 x 32,
     gemma3 4, llava 16, internvl 4 for each of its crops. Weights are random float32, about 0.3 million.
@@ -179,7 +183,7 @@ def tiny_vision(folder: Path, model_type: str, *, seed: int = 7) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     write_processor(folder, model_type)
-    config = AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    config = AutoConfig.for_model(model_type, **_with_heads(CONFIGS[model_type], num_heads))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -192,9 +196,21 @@ def tiny_vision(folder: Path, model_type: str, *, seed: int = 7) -> Path:
     return folder
 
 
+def _with_heads(keys: dict[str, Any], num_heads: int) -> dict[str, Any]:
+    text = dict(keys["text_config"])
+    wider = text["num_attention_heads"] // num_heads
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        text[key] //= wider
+    for key in {"head_dim", "query_pre_attn_scalar"} & text.keys():
+        text[key] *= wider
+    if "rope_parameters" in text:
+        text["rope_parameters"] = _rope(*[wider * size for size in text["rope_parameters"]["mrope_section"]])
+    return {**keys, "text_config": text}
+
+
 def write_processor(folder: Path, model_type: str) -> None:
     """Write the tokenizer and the processor of `tiny_vision`."""
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import ByteLevel as ByteDecoder
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -205,6 +221,8 @@ def write_processor(folder: Path, model_type: str) -> None:
     characters.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     characters.decoder = ByteDecoder()
     characters.add_special_tokens(list(SPECIAL))
+    if model_type == "gemma3":
+        characters.add_tokens([AddedToken(newlines, normalized=False) for newlines in NEWLINES])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=characters,
         eos_token=TURN_END,
@@ -260,7 +278,9 @@ def vision_batch(folder: Path) -> list[TrainSequence]:
     ]
 
 
-def transformers_logprobs(folder: Path, sequences: Sequence[TrainSequence], model: Any = None) -> Tensor:
+def transformers_logprobs(
+    folder: Path, sequences: Sequence[TrainSequence], model: Any = None, temperature: float = 1.0
+) -> Tensor:
     """Logprob of each token by transformers alone, one row at a time, `[T]`. Default: the model in `folder`."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -279,6 +299,6 @@ def transformers_logprobs(folder: Path, sequences: Sequence[TrainSequence], mode
         if sequence.media and model.config.model_type == "gemma3":
             inputs["token_type_ids"] = types
         logits = model(input_ids=tokens, use_cache=False, **inputs).logits[0]
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
         rows.append(torch.cat([torch.zeros(1), logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]]))
     return torch.cat(rows)

@@ -52,6 +52,10 @@ _REASONS: dict[str, str] = {
     """,
     "is set by sleep_level": "enable_sleep_mode",
     "is not needed: a weight update follows each sleep": "sleep_preserve_parameter_names",
+    "is set by the model's processor, which the trainer uses as well": "mm_processor_kwargs mm_device_do_normalize",
+    "is set to 0: a weight update would clear the cache under running requests": """
+        mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
+    """,
 }
 REJECTED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Arguments that `strategy_config` rejects, each with the reason that follows its name in the error message."""
@@ -78,10 +82,9 @@ _PASSED_ON = """
     long_prefill_token_threshold_adaptive mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode
     mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm max_cudagraph_capture_size
     max_num_active_seqs max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens max_parallel_loading_workers
-    media_io_kwargs mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+    media_io_kwargs mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
     mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_only mm_encoder_tp_mode
-    mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device
-    mm_processor_kwargs mm_shm_cache_max_object_size_mb mm_tensor_ipc model_class_overrides model_impl
+    mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_device mm_tensor_ipc model_class_overrides model_impl
     model_loader_extra_config moe_backend monokernel num_gpu_blocks_override numa_bind numa_bind_cpus numa_bind_nodes
     offload_backend offload_group_size offload_num_in_group offload_params offload_prefetch_step optimization_level
     otlp_traces_endpoint performance_mode pooler_config prefill_schedule_interval prefix_cache_retention_interval

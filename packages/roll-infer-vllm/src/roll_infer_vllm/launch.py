@@ -39,6 +39,11 @@ vLLM's name for it is `uni`. On a CPU vLLM replaces that name by `mp`, because i
 environment of a worker process. `engine_environment` sets it for the core's process, so no second process is needed.
 """
 
+INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Types whose rotary frequencies are dealt to the axes of image positions in turn, not in sections."""
+OTHER_MEDIA = {"video": 0, "audio": 0}
+"""Media of `limit_mm_per_prompt` for which vLLM reserves no memory by default: prompts have only images."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedVllm:
@@ -66,6 +71,7 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
     device, who = mesh.device.partition(":")[0], f"{mesh.role} rank {mesh.rank}"
     engine_args = settings.engine_arguments()
     engine_args["max_logprobs"] = -1  # `GenerateRequest.prompt_topk` may be any number of the vocabulary
+    engine_args["limit_mm_per_prompt"] = {**OTHER_MEDIA, **engine_args.get("limit_mm_per_prompt", {})}
     if device == "cpu":
         engine_args.setdefault("enforce_eager", True)
         if "gpu_memory_utilization" not in engine_args:
@@ -186,6 +192,9 @@ def _arguments(
         "worker_extension_cls": "roll_infer_vllm.worker.WorkerExtension",
         "weight_transfer_config": {"backend": TRANSFER},
         "enable_return_routed_experts": model.router_replay,
+        # Two processes have this cache. An update clears one after the other: a request between them would lose images.
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,  # pixels are those of the run's processor
         "disable_log_stats": True,  # disables only vLLM's own loggers, not our stat logger
     }
     check_arguments("vLLM", engine_args, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
@@ -198,7 +207,8 @@ def _arguments(
 def implied_keys(config: Any) -> dict[str, Any]:
     """Config keys that vLLM reads and transformers does not need, so that a model of `random_init` lacks them.
 
-    Without them vLLM routes without the correction bias, which transformers always has, or does not start.
+    Without them vLLM routes without the correction bias, or gives frequencies to other axes of image positions than
+    transformers always does, or does not start.
     """
     implied: dict[str, Any] = {}
     if config.model_type == "deepseek_v3":
@@ -206,6 +216,9 @@ def implied_keys(config: Any) -> dict[str, Any]:
     elif config.model_type == "minimax_m2":
         rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         implied = {"use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": int(config.head_dim * rotated)}
+    elif config.model_type in INTERLEAVED:
+        rope = config.get_text_config().rope_parameters or {}
+        return {"text_config": {"rope_parameters": {"mrope_interleaved": True, **rope}}}
     return {key: value for key, value in implied.items() if not hasattr(config, key)}
 
 

@@ -21,6 +21,7 @@ CAPABILITIES = InferCapabilities(
     lora=True,
     prompt_logprobs=True,
     prompt_topk=True,
+    images=True,
     routed_experts=True,
     in_flight_update=True,
     endpoint=True,

@@ -25,6 +25,9 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     import roll_infer_vllm.fp8  # noqa: F401 - its decorators register
+    from roll_infer_vllm.images import use_image_processor_of_run
+
+    use_image_processor_of_run()
 
     if current_platform.is_cpu():
         from roll_infer_vllm import workarounds

@@ -16,16 +16,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from roll_core.errors import DataError, EngineDiedError, RollError
-from roll_core.spec.infer import InferStrategy, check_request
+from roll_core.spec.infer import InferStrategy, check_media, check_request
 from roll_core.spec.weights import check_version
 from roll_core.types import Completion, WeightReceipt
 from roll_infer_vllm.config import VllmConfig
 from roll_infer_vllm.engine_metrics import VllmMetrics
+from roll_infer_vllm.images import image_input
 from roll_infer_vllm.launch import launch
 from roll_infer_vllm.output import VllmOutput
 from roll_infer_vllm.processes import VllmProcesses
@@ -72,6 +74,8 @@ class VllmStrategy(InferStrategy):
         """Outputs of each running request, by request id."""
         self._metrics = VllmMetrics()
         self._updating = asyncio.Lock()
+        self._image_processing = ThreadPoolExecutor(1, thread_name_prefix="vllm-images")
+        """One thread, so that requests enter the engine in the order of arrival."""
         self._version = 0
         self._asleep, self._stale = False, config.quantization is not None
         """`_stale`: True from sleep, or from a start without weights, until the next weight update."""
@@ -100,7 +104,9 @@ class VllmStrategy(InferStrategy):
                 self._weights = AdapterWeights(processes, mesh.role, model.lora)
             else:
                 self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, slot_devices(mesh))
-            await while_alive(engine, engine.collective_rpc("roll_prepare"))
+            processor = self._files.processor
+            media_token_ids = () if processor is None else processor.media_token_ids
+            await while_alive(engine, engine.collective_rpc("roll_prepare", args=(media_token_ids, model.freeze)))
             await engine.update_weight_version("0")
             await engine.get_supported_tasks()  # fetched once here, so that requests enter in the order of arrival
             if self._stale:
@@ -112,6 +118,7 @@ class VllmStrategy(InferStrategy):
     @override
     async def stop(self) -> None:
         engine, self._engine = self._engine, None
+        self._image_processing.shutdown(wait=False, cancel_futures=True)
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -239,8 +246,10 @@ class VllmStrategy(InferStrategy):
             limit=limit,
             routed_experts=self._layout is not None,
             has_tokenizer=bool(self._files.tokenizer),
+            images=self._files.processor is not None,
         )
         check_served(request)
+        check_media(request, self._files.processor)
         if request.id in self._running:
             raise DataError(f"request {request.id!r}: a request with this id is running; ids must be unique")
         task = asyncio.create_task(self._complete(request), name=f"vllm-{request.id}")
@@ -275,8 +284,10 @@ class VllmStrategy(InferStrategy):
     async def _complete(self, request: GenerateRequest) -> Completion:
         outputs = [VllmOutput(request, index, self._version, self._layout) for index in range(request.n)]
         self._outputs[request.id] = outputs
-        tasks = [asyncio.create_task(self._generate(output)) for output in outputs]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            prompt = await self._prompt(request)
+            tasks = [asyncio.create_task(self._generate(output, prompt)) for output in outputs]
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -294,16 +305,31 @@ class VllmStrategy(InferStrategy):
             id=request.id, outputs=completed, prompt_logprobs=first.prompt_logprobs, prompt_topk=first.prompt_topk
         )
 
-    async def _generate(self, output: VllmOutput) -> None:
-        """Generate one output until vLLM finishes it. Raises `DataError`, `EngineDiedError`, `RollError`."""
+    async def _prompt(self, request: GenerateRequest) -> Any:
+        """vLLM's input for the prompt. Raises `DataError`."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
+
+        renderer, processor = self._ready.renderer, self._files.processor
+        if not request.media or processor is None:
+            return tokens_input(request.prompt_ids.tolist())
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._image_processing, image_input, renderer, request, processor)
+        except DataError:
+            raise
+        except (VLLMClientError, ValueError) as error:
+            raise DataError(f"request {request.id!r}: vLLM rejects its images: {error}") from error
+
+    async def _generate(self, output: VllmOutput, prompt: Any) -> None:
+        """Generate one output until vLLM finishes it. Raises `DataError`, `EngineDiedError`, `RollError`."""
+        from vllm.exceptions import VLLMClientError
 
         request = output.request
         try:
             with engine_errors():
                 async for delta in self._ready.generate(
-                    tokens_input(request.prompt_ids.tolist()),
+                    prompt,
                     sampling_params(request, output.index, self._files.end_ids),
                     output.name,
                     lora_request=self._adapter,

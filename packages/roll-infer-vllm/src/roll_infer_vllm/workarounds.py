@@ -20,6 +20,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 from roll_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from roll_modeling.engine_weights import LoadedTensor
@@ -38,6 +40,8 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # vLLM is untyped to mypy
     are set. Prompt logprobs also use `compute_logprobs`, but outside of `forward`: they stay raw.
     """
 
+    never_sampled: Tensor | None = None
+    """Ids of tokens that must not be sampled; None if all may be."""
     _temperature: Any = None
     """Temperature of each row during `forward`; None outside of it and if all rows are greedy."""
 
@@ -55,12 +59,19 @@ class TemperedSampler(Sampler):  # type: ignore[misc]  # vLLM is untyped to mypy
             logits = self.apply_temperature(logits.float().clone(), self._temperature, all_random=False)
         return super().compute_logprobs(logits)
 
+    def apply_logits_processors(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        """Logits after penalties and biases, without `never_sampled`."""
+        return _without(super().apply_logits_processors(logits, *args, **kwargs), self.never_sampled)
+
 
 class TemperedSamplerV2(SamplerV2):  # type: ignore[misc]
     """Sampler of vLLM's second model runner (V2), with the same logprobs as `TemperedSampler`.
 
     vLLM computes them from the logits that `sample` returns, in place of which this class returns tempered ones.
     """
+
+    never_sampled: Tensor | None = None
+    """Ids of tokens that must not be sampled; None if all may be."""
 
     def sample(
         self,
@@ -74,6 +85,7 @@ class TemperedSamplerV2(SamplerV2):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """Sampled tokens, and the logits for their logprobs: float32, divided by the temperature (1 if it is 0)."""
         tempered = logits.to(torch.float32, copy=True) if return_logprobs else None
+        logits = _without(logits, self.never_sampled)
         rows = (expanded_idx_mapping, idx_mapping, idx_mapping_np)
         # With `return_logprobs` vLLM would not use its fused sampler, which computes no logits.
         sampled, processed = super().sample(logits, *rows, *args, return_logprobs=False, **kwargs)
@@ -87,8 +99,15 @@ TEMPERED = {Sampler: TemperedSampler, SamplerV2: TemperedSamplerV2}
 """Our sampler for each of vLLM's."""
 
 
-def use_tempered_sampler(model_runner: Any) -> None:
+def _without(logits: Any, ids: Tensor | None) -> Any:
+    """The logits, in which these ids have become impossible in place."""
+    return logits if ids is None else logits.index_fill_(-1, ids, -torch.inf)
+
+
+def use_tempered_sampler(model_runner: Any, never_sampled: Sequence[int] = ()) -> None:
     """Turn the model runner's sampler into ours, with the same options. V2 has none on all but the last pipeline stage.
+
+    It never samples the tokens `never_sampled`.
 
     Raises `UnsupportedError` for any other sampler of vLLM.
     """
@@ -101,6 +120,8 @@ def use_tempered_sampler(model_runner: Any) -> None:
             " sampling temperature: remove the key of strategy_config that selects this sampler"
         )
     sampler.__class__ = TEMPERED[type(sampler)]  # the object has other owners, such as a rejection sampler
+    if never_sampled:
+        sampler.never_sampled = torch.tensor(never_sampled, device=model_runner.device)
     if isinstance(sampler, SamplerV2):
         sampler.logprobs_mode = "processed_logprobs"  # of the logits that `sample` returns
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.data.processor import processor_of
 from roll_core.errors import ModelError
 from roll_modeling.model import end_token_ids, layer_configs, load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from roll_core.data.processor import Processor
     from roll_core.spec.model import ModelSpec
 
 
@@ -29,6 +31,8 @@ class EngineFiles:
     """Directory or hub id; empty if the model has no tokenizer."""
     end_ids: tuple[int, ...]
     """End-of-sequence ids of the model."""
+    processor: Processor | None
+    """Processor of images; None if the model reads text alone."""
     config: Any
     """Config of transformers, with the overrides applied."""
     scratch: Path
@@ -83,6 +87,7 @@ def engine_files(spec: ModelSpec, engine: str) -> Iterator[EngineFiles]:
             overrides=stored.config_overrides,
             tokenizer=tokenizer,
             end_ids=end_token_ids(config, _generation_config(stored), vocab_size, loaded),
+            processor=processor_of(loaded) if loaded is not None and config.get_text_config() is not config else None,
             config=config,
             scratch=Path(scratch),
         )

@@ -67,6 +67,11 @@ class Processor:
         self._cache: OrderedDict[str, tuple[str, dict[str, npt.NDArray[Any]]]] = OrderedDict()
         self._cached_bytes = 0
 
+    @property
+    def image_processor(self) -> Any:
+        """transformers' image processor of the model, with Pillow."""
+        return self._processor.image_processor
+
     def expand(self, text: str, media: Sequence[Media], where: str = "") -> str:
         """Text with each placeholder replaced by the tokens of its image.
 
