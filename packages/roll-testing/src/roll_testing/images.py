@@ -15,7 +15,9 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ModelError
 from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
+from roll_core.types import TrainSequence
 from roll_modeling.model import DTYPES, quiet
+from roll_testing.reference import ReferenceModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,7 +132,12 @@ class ImageReference:
 
     def logits(self, tokens: TokenIds, media: Sequence[Media]) -> npt.NDArray[np.float64]:
         """Return `[L, V]` logits of tokens with all of these images; row `t` predicts the token after token `t`."""
-        ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))[None]
+        with torch.no_grad():
+            return self.logits_of(torch.from_numpy(np.asarray(tokens, dtype=np.int64)), media).double().numpy()
+
+    def logits_of(self, tokens_L: Tensor, media: Sequence[Media]) -> Tensor:
+        """Return `logits` as a tensor, with gradients if parameters have them."""
+        ids = tokens_L[None]
         known = inspect.signature(self.module.forward).parameters
         inputs = {
             name: torch.from_numpy(array) for name, array in self.processor.inputs(media).items() if name in known
@@ -138,9 +145,8 @@ class ImageReference:
         if media:
             types = (ids == self.processor.image_token_id).long()
             inputs |= {name: types for name in TOKEN_TYPES if name in known}
-        with torch.no_grad():
-            logits_LV: Tensor = self.module(input_ids=ids, use_cache=False, **inputs).logits[0]
-        return logits_LV.double().numpy()
+        logits_LV: Tensor = self.module(input_ids=ids, use_cache=False, **inputs).logits[0]
+        return logits_LV
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the weights, by the names under which they are published."""
@@ -150,3 +156,34 @@ class ImageReference:
         """Replace the weights."""
         for name, parameter in self.module.named_parameters():
             parameter.copy_(weights[name])
+
+
+class SeenModel(ReferenceModel):
+    """The reference of train strategies: logits of the rows of `batch`, with their images."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._reference = ImageReference(spec)
+        self.module = self._reference.module
+        self._batch = [self._row(number, media) for number, media in enumerate(_media())]
+
+    def batch(self) -> list[TrainSequence]:
+        """Return rows with no, one and two images; the last token of a row may be the only one in the loss."""
+        return list(self._batch)
+
+    def logits(self, tokens_L: Tensor) -> Tensor:
+        """Run the model's own forward pass with the images of the row that has these tokens."""
+        (row,) = (row for row in self._batch if np.array_equal(row.tokens, tokens_L.numpy()))
+        return self._reference.logits_of(tokens_L, row.media)
+
+    def _row(self, number: int, media: tuple[Media, ...]) -> TrainSequence:
+        tokens = self._reference.prompt(media)
+        text = tokens[~np.isin(tokens, self._reference.processor.media_token_ids)]
+        response = np.random.default_rng(number).choice(text, 1 + number)
+        tokens = np.concatenate([tokens, response])
+        mask = np.arange(len(tokens)) >= len(tokens) - len(response)
+        return TrainSequence(id=f"row {number}", tokens=tokens, media=media, loss_mask=mask)
+
+
+def _media() -> list[tuple[Media, ...]]:
+    first, second, third = (random_image(*size, seed) for seed, size in enumerate([(56, 84), (28, 28), (84, 28)]))
+    return [(), (first,), (second, third), (third, first), ()]

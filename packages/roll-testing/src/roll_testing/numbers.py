@@ -10,8 +10,10 @@ import pytest
 
 from roll_core.algorithms.losses import sft_objective
 from roll_core.spec.train import WantedOutputs
+from roll_modeling.model import text_parts
 from roll_testing.bench import WHOLE, Split, Step
 from roll_testing.bounds import BOUNDS, SPLIT, check_near, check_rows
+from roll_testing.images import SeenModel, write_image_model
 from roll_testing.losses import (
     EVERY_TERM,
     LOSSES,
@@ -25,12 +27,14 @@ from roll_testing.losses import (
 )
 from roll_testing.models import cut_rollouts
 from roll_testing.programs import average, export_teacher
+from roll_testing.reference import Reference
 from roll_testing.train_kit import TrainKit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from roll_core.spec.model import ModelSpec
     from roll_core.spec.providers import Task
     from roll_core.spec.train import LossFn, TrainingSpec
     from roll_core.types import Floats, TrainSequence
@@ -110,6 +114,43 @@ class TrainNumberTests(TrainKit):
         The reference computes in float32.
         """
         self._compare(self._in(case, low_dtype), WantedOutputs(logprobs=True, entropy=True), "logprobs", "entropy")
+
+    # -- images --------------------------------------------------------------------------------------------------------
+
+    def image_model(self, folder: Path) -> ModelSpec:
+        """Write a small float32 model with images, its tokenizer and processor into `folder`, and return its spec.
+
+        Default: a Qwen2.5-VL of transformers.
+        """
+        return write_image_model(folder)
+
+    @pytest.mark.parametrize("split", ["whole", "one by one"])
+    def test_logprobs_after_images_equal_the_reference(
+        self, case: Case, world_size: int, split: str, tmp_path: Path
+    ) -> None:
+        """Logprobs of rows with no, one and two images must equal the reference's, in one microbatch or in several."""
+        case, model = self._seeing(case, tmp_path, ("vision", "projector"))
+        batch, want = model.batch(), WantedOutputs(logprobs=True)
+        scores = self.scored(case, batch, want, SPLITS[split])
+        expected = Reference(model, "causal_lm").by_sequence(batch, want)
+        check_rows("logprobs", scores["logprobs"], expected["logprobs"], BOUNDS[case.model.dtype].outputs)
+
+    @pytest.mark.parametrize("freeze", [("vision", "projector"), ()], ids=["frozen", "trained"])
+    def test_the_gradient_after_images_equals_the_reference(
+        self, case: Case, world_size: int, freeze: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        """The gradient must equal the reference's, and be 0 for frozen parts, also if a rank has no images."""
+        self.need_training()
+        self.need(self.gradient_training is not None, "gradients that can be read off a step")
+        case, model = self._seeing(case, tmp_path, freeze)
+        batch = model.batch()
+        gradient = self._gradient(case, batch, LOSSES["sft"], SPLITS["one by one"])
+        expected = Reference(model, "causal_lm").gradient(batch, LOSSES["sft"])
+        trained = {id(parameter) for part in text_parts(model.module) for parameter in part.parameters()}
+        for name, parameter in model.module.named_parameters():
+            if freeze and id(parameter) not in trained:
+                expected[name] = 0.0 * expected[name]
+        check_near("gradient after images", gradient, expected, BOUNDS["fp32"].gradient)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -313,6 +354,12 @@ class TrainNumberTests(TrainKit):
             )
             for sequence in self.batch()
         ]
+
+    def _seeing(self, case: Case, folder: Path, freeze: tuple[str, ...]) -> tuple[Case, SeenModel]:
+        """The case with a model with images, and the reference. Skips the test without the capability `images`."""
+        self.need(self.can.images, "images")
+        model = replace(self.image_model(folder), dtype=case.model.dtype, freeze=freeze)
+        return case.with_(model=model), SeenModel(model)
 
     def _compare_gradient(
         self,
