@@ -50,7 +50,7 @@ from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel
 from roll_weight_transports.comparing import SIDES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -114,6 +114,7 @@ class VllmModel(LoadedModel):
     def __init__(self, model: nn.Module, device: str, frozen: Sequence[str] = ()) -> None:
         """`frozen` has the parts of the model that updates do not contain (`ModelSpec.freeze`)."""
         self._model = model
+        self._packed = _packed_modules(model)
         self._image_parts = _image_parts(model)
         self._frozen = frozen
         self.device, self.rank = device, get_tensor_model_parallel_rank()
@@ -155,7 +156,7 @@ class VllmModel(LoadedModel):
 
     @override
     def located(self) -> Iterator[tuple[str, VllmTensor | FusedTensor | ExpertsTensor]]:
-        packed = getattr(self._model, "packed_modules_mapping", {})
+        packed = self._packed
         modules = dict(self._model.named_modules())
         for name, _ in self._model.named_parameters():
             if self._is_frozen(name):
@@ -233,7 +234,7 @@ class VllmModel(LoadedModel):
         parts: tuple[int, ...] = ()
         if index is not None:
             outputs = module.output_sizes
-            members = getattr(self._model, "packed_modules_mapping", {})[path.rpartition(".")[2]]
+            members = self._packed[path.rpartition(".")[2]]
             # Qwen3.5 fuses `in_proj_qkv`, which is three parts by itself, with `in_proj_z`.
             several = len(outputs) - len(members)
             start = 0 if index == 0 else index + several
@@ -260,7 +261,7 @@ class VllmModel(LoadedModel):
         """Path of the module that has the parameter of this name, and its position if it is fused with others."""
         path = self._rename(name).rpartition(".")[0]
         last = name.rpartition(".")[0].rpartition(".")[2]
-        for fused, members in getattr(self._model, "packed_modules_mapping", {}).items():
+        for fused, members in self._packed.items():
             together = f"{path.rpartition('.')[0]}.{fused}"
             if last in members and len(members) > 1 and self._has(together):
                 return together, members.index(last)
@@ -314,6 +315,12 @@ class VllmModel(LoadedModel):
         if self._last is None or self._last[0] is not module:
             self._last = module, _multiplied_identity(module)
         return self._last[1]
+
+
+def _packed_modules(model: Any) -> Mapping[str, Sequence[str]]:
+    """Names of the layers that vLLM fuses, by the name of the fused one. InternVL has them in its language model."""
+    language_model = getattr(model, "language_model", None)
+    return getattr(model, "packed_modules_mapping", None) or getattr(language_model, "packed_modules_mapping", {})
 
 
 def _image_parts(model: Any) -> dict[str, str]:
