@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from roll_core.data.media import image_media
 from roll_core.data.processor import processor_of
 from roll_core.errors import DataError, UnsupportedError
-from roll_core.spec.infer import check_media, check_request
+from roll_core.spec.infer import check_request
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.errors import raises_error
 from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, picture, write_processor
@@ -98,11 +98,11 @@ def test_image_tokens_must_be_as_many_as_features(tmp_path, num_tokens, media):
     write_processor(tmp_path, "qwen2_5_vl")
     processor = processor_of(AutoTokenizer.from_pretrained(tmp_path))
     with raises_error(DataError, "'r'", num_tokens, 6 * len(media)):
-        check_media(with_images(num_tokens, *media), processor)
-    check_media(with_images(6 * len(media), *media), processor)
+        processor.check(with_images(num_tokens, *media))
+    processor.check(with_images(6 * len(media), *media))
 
 
 def test_images_that_cannot_be_decoded_are_refused_by_request(tmp_path):
     write_processor(tmp_path, "qwen2_5_vl")
     with raises_error(DataError, "'r'"):
-        check_media(with_images(6, replace(IMAGE, data=b"none")), processor_of(AutoTokenizer.from_pretrained(tmp_path)))
+        processor_of(AutoTokenizer.from_pretrained(tmp_path)).check(with_images(6, replace(IMAGE, data=b"none")))

@@ -193,7 +193,7 @@ def test_transformers_loads_an_exported_model(trainer, folders, tmp_path, model_
             assert json.loads((tmp_path / name).read_text()) == json.loads(file.read_text())
 
 
-def test_a_new_model_is_exported_with_the_processor_of_its_tokenizer(folders, tmp_path):
+def test_a_new_model_is_exported_with_its_processor(folders, tmp_path):
     folder = folders["qwen2_5_vl"]
     random_init = {"model_type": "qwen2_5_vl", **CONFIGS["qwen2_5_vl"]}
     spec = ModelSpec(random_init=random_init, tokenizer=str(folder), dtype="fp32")

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from roll_core.errors import DataError, UnsupportedError, one_line
-from roll_core.spec.infer import check_media
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
 from roll_modeling.model import layer_configs
 from roll_modeling.model_table import CACHE_PARAMETERS
@@ -108,7 +107,7 @@ class ModuleRunner(Runner):
         """Process the request's images. Raises `DataError` if they do not fit its prompt."""
         if self._images is None:
             return
-        check_media(request, self._images.processor)
+        self._images.processor.check(request)
         if not request.media:
             return
         tokens_L = torch.from_numpy(np.asarray(request.prompt_ids, dtype=np.int64))

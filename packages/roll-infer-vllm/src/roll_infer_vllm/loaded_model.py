@@ -245,11 +245,11 @@ class VllmModel(LoadedModel):
                 parts = (mixer.key_dim, mixer.key_dim, mixer.value_dim)
         if index is None and not parts and isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
             outputs = tuple(module.output_sizes)
-            members = [
+            tensors = [
                 VllmTensor(module=module, parameter=parameter, index=i, before=outputs[:i], parts=(size,))
                 for i, size in enumerate(outputs)
             ]
-            return FusedTensor(module=module, parameter=parameter, members=tuple(members))
+            return FusedTensor(module=module, parameter=parameter, members=tuple(tensors))
         return VllmTensor(module=module, parameter=parameter, index=index, before=before, parts=parts)
 
     def _is_frozen(self, name: str) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from roll_core.errors import DataError, EngineDiedError, RollError
-from roll_core.spec.infer import InferStrategy, check_media, check_request
+from roll_core.spec.infer import InferStrategy, check_request
 from roll_core.spec.weights import check_version
 from roll_core.types import Completion, WeightReceipt
 from roll_infer_vllm.config import VllmConfig
@@ -249,7 +249,8 @@ class VllmStrategy(InferStrategy):
             images=self._files.processor is not None,
         )
         check_served(request)
-        check_media(request, self._files.processor)
+        if self._files.processor is not None:
+            self._files.processor.check(request)
         if request.id in self._running:
             raise DataError(f"request {request.id!r}: a request with this id is running; ids must be unique")
         task = asyncio.create_task(self._complete(request), name=f"vllm-{request.id}")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from roll_core.types import Media
+    from roll_core.types import GenerateRequest, Media
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a processor beside those of its tokenizer."""
@@ -71,6 +71,24 @@ class Processor:
     def image_processor(self) -> Any:
         """transformers' image processor of the model, with Pillow."""
         return self._processor.image_processor
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raise `DataError` unless the prompt has as many image tokens as its images have features.
+
+        Decodes and processes images that are not in the cache, which takes some milliseconds each.
+        """
+        name = f"request {request.id!r}"
+        try:
+            num_features = sum(map(self.num_features, request.media))
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
+        num_tokens = int((request.prompt_ids == self.image_token_id).sum())
+        if num_tokens != num_features:
+            raise DataError(
+                f"{name}: the prompt has {num_tokens} image tokens (id {self.image_token_id}), but its"
+                f" {len(request.media)} images have {num_features} features: expand placeholders with the model's"
+                " processor"
+            )
 
     def expand(self, text: str, media: Sequence[Media], where: str = "") -> str:
         """Text with each placeholder replaced by the tokens of its image.

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from roll_core.data.processor import Processor
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
@@ -132,7 +131,7 @@ def check_request(
     has_tokenizer: bool = True,
     images: bool = False,
 ) -> None:
-    """Validate a request before it is queued. `check_media` validates its images.
+    """Validate a request before it is queued. `Processor.check` validates its images.
 
     `max_tokens` is the maximum length of prompt and response together. `limit` describes it in the message, for example
     "the model's 4096 positions". `routed_experts`: the engine was started to return the experts it chose.
@@ -190,24 +189,3 @@ def check_request(
         if not has_tokenizer:
             message = "stop strings need a tokenizer, and this role's model has none; use stop_token_ids"
             raise UnsupportedError(f"{name}: {message}")
-
-
-def check_media(request: GenerateRequest, processor: Processor | None) -> None:
-    """Raise `DataError` unless the prompt has as many image tokens as its images have features.
-
-    `processor` is that of the model; None for a model that reads text alone. Decodes and processes images that are not
-    in the processor's cache, which takes some milliseconds each.
-    """
-    if processor is None:
-        return
-    name = f"request {request.id!r}"
-    try:
-        num_features = sum(processor.num_features(image) for image in request.media)
-    except DataError as error:
-        raise DataError(f"{name}: {error}") from error
-    num_tokens = int((request.prompt_ids == processor.image_token_id).sum())
-    if num_tokens != num_features:
-        raise DataError(
-            f"{name}: the prompt has {num_tokens} image tokens (id {processor.image_token_id}), but its"
-            f" {len(request.media)} images have {num_features} features: expand placeholders with the model's processor"
-        )
