@@ -1,4 +1,4 @@
-"""Make the data of the vision example: pictures of a digit, and the tokenizer of a tiny model.
+"""Make the data of the vision example: pictures of a digit, and a tiny vision-language model with random weights.
 
     python examples/vision/make_data.py [DIRECTORY]
 
@@ -9,7 +9,7 @@ SFT responses are noisy: half of them name the next digit. GRPO rewards correct 
     train.jsonl   the same pictures with the ground truth, for the reward
     val.jsonl     other pictures
     blank.jsonl   the rows of val.jsonl with blank pictures: nobody can read them
-    model/        tokenizer and image processor; the runs make the model's weights
+    model/        a Qwen2.5-VL of 350,000 parameters, with tokenizer and image processor
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import random
 import sys
 from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 SEED = 2026
 NUM_TRAIN, NUM_VALIDATION = 4_000, 200
@@ -33,7 +34,8 @@ CELL = 28
 SEGMENTS = [((0, 0), (1, 0)), ((1, 0), (1, 1)), ((1, 1), (1, 2)), ((0, 2), (1, 2)), ((0, 1), (0, 2)), ((0, 0), (0, 1))]
 SEGMENTS += [((0, 1), (1, 1))]
 LIT = ("abcdef", "bc", "abdeg", "abcdg", "bcfg", "acdfg", "acdefg", "abc", "abcdefg", "abcdfg")
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+SPECIAL += ("<|image_pad|>", "<|video_pad|>")
 TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}\
@@ -42,6 +44,34 @@ TEMPLATE = """\
 {% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+CONFIG = {
+    "image_token_id": 261,
+    "video_token_id": 262,
+    "vision_start_token_id": 259,
+    "vision_end_token_id": 260,
+    "text_config": {
+        "vocab_size": 263,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        "pad_token_id": 256,
+        "bos_token_id": None,
+        "eos_token_id": 258,
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    },
+}
 PROCESSOR = {
     "processor_class": "Qwen2_5_VLProcessor",
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -57,7 +87,7 @@ def picture(digit: int, rng: random.Random) -> Image.Image:
     """Draw the digit somewhere in the picture, in a brightness of its own, on a dark ground."""
     image = Image.new("RGB", (CELL, CELL), tuple(rng.randint(0, 40) for _ in range(3)))
     draw = ImageDraw.Draw(image)
-    left, top, brightness = rng.randint(6, 12), rng.randint(4, 8), rng.randint(180, 255)
+    left, top, brightness = rng.randint(8, 10), rng.randint(5, 7), rng.randint(200, 255)
     for segment in LIT[digit]:
         line = [(left + 10 * x, top + 8 * y) for x, y in SEGMENTS["abcdefg".index(segment)]]
         draw.line(line, fill=(brightness,) * 3, width=3)
@@ -81,6 +111,8 @@ def main(directory: Path) -> None:
     write(directory / "val.jsonl", validation)
     write(directory / "blank.jsonl", [{**row, "images": ["images/blank.png"]} for row in validation])
     save_tokenizer(directory / "model")
+    torch.manual_seed(SEED)
+    Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**CONFIG)).save_pretrained(directory / "model")
 
 
 def save_tokenizer(directory: Path) -> None:
