@@ -6,9 +6,9 @@ SFT responses are noisy: half of them name the next digit. GRPO rewards correct 
 
     images/       the pictures, and a blank one (blank.png)
     sft.jsonl     pictures with noisy responses
-    train.jsonl   the same pictures with the ground truth, for the reward
+    train.jsonl   the same pictures with the digit, for the reward
     val.jsonl     other pictures
-    blank.jsonl   the rows of val.jsonl with blank pictures: nobody can read them
+    blank-*.jsonl the same rows with the blank picture, which nobody can read
     model/        a Qwen2.5-VL of 350,000 parameters, with tokenizer and image processor
 """
 
@@ -106,10 +106,9 @@ def main(directory: Path) -> None:
         rows.append({"id": number, "prompt": "read", "images": [f"images/{number:04d}.png"], "digit": digit})
     train, validation = rows[:NUM_TRAIN], rows[NUM_TRAIN:]
     noisy = [row | {"response": str((row["digit"] + (rng.random() < NOISE)) % 10)} for row in train]
-    write(directory / "sft.jsonl", noisy)
-    write(directory / "train.jsonl", train)
-    write(directory / "val.jsonl", validation)
-    write(directory / "blank.jsonl", [{**row, "images": ["images/blank.png"]} for row in validation])
+    for name, lines in (("sft", noisy), ("train", train), ("val", validation)):
+        write(directory / f"{name}.jsonl", lines)
+        write(directory / f"blank-{name}.jsonl", [line | {"images": ["images/blank.png"]} for line in lines])
     save_tokenizer(directory / "model")
     torch.manual_seed(SEED)
     Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**CONFIG)).save_pretrained(directory / "model")

@@ -40,7 +40,7 @@ def test_rows_differ_in_their_pictures_alone(here):
     assert counts.kept == 16
     assert len({prompt.tokens.tobytes() for prompt in prompts}) == 1
     assert len({prompt.media[0].digest for prompt in prompts}) == 16
-    blank = Path("examples/vision/data/blank.jsonl").read_text(encoding="utf-8").splitlines()
+    blank = Path("examples/vision/data/blank-val.jsonl").read_text(encoding="utf-8").splitlines()
     assert {tuple(json.loads(line)["images"]) for line in blank} == {("images/blank.png",)}
 
 
