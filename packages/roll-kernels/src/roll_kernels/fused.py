@@ -88,11 +88,14 @@ def _replace_rotary(module: Any, model_dtype: torch.dtype) -> bool:
     if plain is None or code is None or ROTARY not in code.co_names or "forward" in vars(module):
         return False
 
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def rotary(*inputs: Any, **named: Any) -> Any:
+        if named or len(inputs) != 4:
+            return plain(*inputs, **named)
+        q, k, cos, sin = inputs
         shape = (1, q.shape[-2], q.shape[-1])
         same = q.dtype == k.dtype == cos.dtype == sin.dtype and cos.shape == sin.shape == shape
-        if more or named or not same or q.shape[0] != 1 or q.shape[-2:] != k.shape[-2:]:
-            return plain(q, k, cos, sin, *more, **named)  # type: ignore[no-any-return]
+        if not same or q.shape[0] != 1 or q.shape[-2:] != k.shape[-2:]:
+            return plain(*inputs)
         tables = cos[0].contiguous(), sin[0].contiguous()
         return _Rotary.apply(q, *tables), _Rotary.apply(k, *tables)  # type: ignore[no-untyped-call]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.data.processor import processor_of
+from roll_core.data.processor import processor_of, save_processor
 from roll_core.errors import ModelError
 from roll_modeling.model import end_token_ids, layer_configs, load_config, load_model, load_tokenizer
 
@@ -78,6 +78,8 @@ def engine_files(spec: ModelSpec, engine: str) -> Iterator[EngineFiles]:
         if spec.random_init is not None:
             stored = replace(spec, path=str(Path(scratch, "model")), random_init=None, config_overrides={})
             load_model(spec).save_pretrained(stored.path)
+            if spec.tokenizer:
+                save_processor(spec.tokenizer, Path(stored.path))
         config = load_config(stored)
         tokenizer = spec.tokenizer or (spec.path if _has_tokenizer(spec.path) else "")
         loaded = load_tokenizer(spec) if tokenizer else None
