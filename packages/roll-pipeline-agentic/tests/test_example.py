@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from roll_core.config import load
+from roll_core.data.media import received_message
 from roll_core.plugins.registry import Registry
 from roll_core.spec.agent import Session
 from roll_core.spec.environment import Reply
@@ -104,6 +106,46 @@ def test_the_oracle_without_noise_solves_most_lakes() -> None:
     assert longest < config.prompt_length
 
 
+def test_boards_are_won_by_the_oracle_and_by_no_blind_policy() -> None:
+    """A policy that sees nothing chooses two moves in advance: it wins at most a third of the 24 boards."""
+    board = module_of("vision_agentic", "board")
+    fields = [(x, y) for x in range(2) for y in range(2)]
+
+    async def won(place: Any, goal: Any, hole: Any, moves: Any) -> float:
+        environment = board.Board(blank=True)
+        await environment.reset({}, 0)
+        environment.place, environment.goal, environment.hole = place, goal, hole
+        for move in moves or (None, None):
+            turn = await environment.step(Reply(text=move or environment.oracle()[0]))
+            if turn.done:
+                break
+        return float(turn.reward or 0.0)
+
+    def share(moves: Any) -> float:
+        boards = list(itertools.permutations(fields, 3))
+        return sum(asyncio.run(won(*places, moves)) for places in boards) / len(boards)
+
+    assert share(None) == 1
+    assert max(share(moves) for moves in itertools.product(board.MOVES, repeat=2)) == pytest.approx(1 / 3)
+
+
+def test_pictures_of_a_board_show_its_squares() -> None:
+    board = module_of("vision_agentic", "board")
+
+    async def shown(seed: int, **options: Any) -> tuple[Any, Any]:
+        environment = board.Board(**options)
+        (message,) = (await environment.reset({}, seed)).messages
+        return environment, received_message(message)["media"][0].image()
+
+    for seed in range(20):
+        environment, picture = asyncio.run(shown(seed))
+        for (x, y), channels in ((environment.place, 3), (environment.goal, 1), (environment.hole, 1)):
+            pixel = picture.getpixel((14 * x + 7, 14 * y + 7))
+            assert sum(value >= 180 for value in pixel) == channels
+    blank = {asyncio.run(shown(seed, blank=True))[1].tobytes() for seed in range(9)}
+    assert len(blank) == 1
+
+
 @pytest.mark.parametrize(
     ("example", "name", "run"),
     [
@@ -112,6 +154,8 @@ def test_the_oracle_without_noise_solves_most_lakes() -> None:
         ("agentic", "agent_openai", "agentic-openai"),
         ("frozen_lake", "sft", "frozen-lake-sft"),
         ("frozen_lake", "grpo", "frozen-lake-grpo"),
+        ("vision_agentic", "sft", "vision-agentic-sft"),
+        ("vision_agentic", "grpo", "vision-agentic-grpo"),
     ],
 )
 def test_the_configs_are_accepted(example: str, name: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -35,6 +35,10 @@ from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, tiny_vision, write_proces
 sys.path.insert(0, str(Path(__file__).parent))
 from environments_with_images import Pictures, image, message, png
 from test_episodes import Config
+from test_runs import trained_groups
+
+if TYPE_CHECKING:
+    from conftest import AgenticRuns
 
 PROMPT = Prompt(id="guess/0", tokens=np.zeros(0, dtype=np.int64), text="", tag="guess")
 FORMS = ("pillow", "bytes", "media", "part", "base64", "url")
@@ -240,7 +244,11 @@ def test_images_of_one_size_make_different_states() -> None:
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_an_image_is_the_same_pixels(tokenizers: Any, form: str, isolation: str) -> None:
+def test_every_form_of_an_image_is_the_same_pixels(
+    tokenizers: Any, form: str, isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
     async def run() -> Any:
         found = episodes(tokenizers("qwen2_5_vl"), isolation=isolation, form=form)
         host = found.hosts["guess"]
@@ -250,8 +258,6 @@ def test_every_form_of_an_image_is_the_same_pixels(tokenizers: Any, form: str, i
         finally:
             await host.close()
 
-    if isolation == "process":
-        pytest.MonkeyPatch().setenv("PYTHONPATH", str(Path(__file__).parent))
     (received,) = asyncio.run(run()).messages
     (media,) = received["media"]
     assert received["content"] == f"see{IMAGE}now"
@@ -466,3 +472,40 @@ def test_calls_with_other_images_are_branches_of_the_tree(tokenizers: Any) -> No
         digests[:1], digests[1:], digests[:1], digests[1:],
     ]  # fmt: skip
     assert [len(row.media) for row in rows(rollout)] == [2, 2, 1]
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_trains_on_the_same_images(runs: AgenticRuns, tmp_path: Path) -> None:
+    """Trainer and engine agree on the logprobs of both turns, with an image encoder that is trained and published."""
+    folder = tiny_vision(tmp_path / "model", "qwen2_5_vl")
+
+    def config(name: str, **given: Any) -> dict[str, Any]:
+        environment = {"environment": "environments_with_images:Pictures", "isolation": "thread"}
+        config = runs.config(
+            exp_name=name,
+            pretrain=str(folder),
+            max_actions_per_traj=2,
+            is_use_additional_prompts=True,
+            max_additional_running_prompts=2,
+            max_steps=3,
+            save_steps=1,
+            record_rollouts=True,
+            custom_envs={"guess": environment},
+            **given,
+        )
+        del config["tokenizer"], config["actor_train"]["model_args"]["random_init"], config["actor_train"]["data_args"]
+        config["actor_train"]["model_args"]["freeze"] = []
+        return config
+
+    whole = runs.ok(config("whole"))
+    digests = [image_media(image(seed)).digest for seed in (1, 2)]
+    for sample in runs.samples(whole):
+        assert [entry["digest"] for entry in sample["images"]] == digests
+    gaps = [metrics["actor/logprob_gap"] for metrics in runs.metrics(whole) if "actor/logprob_gap" in metrics]
+    assert gaps
+    assert max(gaps) < 1e-4
+    resumed = runs.ok(config("resumed", resume_from_checkpoint=str(whole.run_dir.checkpoints / "step-1")))
+    before, after = trained_groups(runs, whole), trained_groups(runs, resumed)
+    assert before == after
