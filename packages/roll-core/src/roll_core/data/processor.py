@@ -278,7 +278,7 @@ def _json(path: str, name: str) -> Mapping[str, Any]:
 
 def _file(path: str, name: str) -> Path | None:
     """A file of a directory or hub id; None if there is none."""
-    if Path(path).is_dir():
+    if Path(path).is_dir() or Path(path).is_absolute():  # a tokenizer outlives a temporary directory
         file = Path(path, name)
         return file if file.is_file() else None
     from transformers.utils import cached_file
