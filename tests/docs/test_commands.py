@@ -96,6 +96,7 @@ def test_a_command_of_roll_core_has_these_arguments(words, tmp_path, monkeypatch
     if not overrides or words[0] not in ("run", "check", "plan", "doctor"):
         return
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(REPOSITORY))  # where modules of the examples are
     for config in configs:
         if config in CONFIGS:
             Path(config).write_text(CONFIGS[config], encoding="utf-8")

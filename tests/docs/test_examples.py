@@ -25,11 +25,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from roll_core.algorithms import losses
 from roll_core.algorithms.advantages import grpo
 from roll_core.algorithms.aggregate import stream_weights, weighted_sum
 from roll_core.config import load
+from roll_core.data.media import received_message
 from roll_core.data.pack import pack
 from roll_core.errors import ConfigError
 from roll_core.plugins.loader import load_plugins
@@ -40,7 +42,7 @@ from roll_core.spec import providers
 from roll_core.spec.environment import Reply
 from roll_core.spec.train import LossOutput, TokenOutputs, WantedOutputs
 from roll_core.spec.transport import DeviceFacts, RoleFacts, SenderSetup, WorkerFacts
-from roll_core.types import TrainSequence
+from roll_core.types import IMAGE, TrainSequence
 from roll_testing.part_checks import check_part
 from roll_testing.runs import Runs
 from shared_tests import simulated
@@ -409,6 +411,17 @@ def test_the_program_of_a_single_turn_is_quoted():
     quoted = ast.parse(example("docs/rollouts.md", "class SingleTurn")).body[0].body[0]
     source = ast.parse(textwrap.dedent(inspect.getsource(SingleTurn.run))).body[0]
     assert [ast.dump(each) for each in quoted.body] == [ast.dump(each) for each in source.body]
+
+
+def test_a_reward_has_the_images_of_its_sample():
+    score = run(example("docs/vision.md", "def score"))["score"]
+    images = [Image.new("RGB", (56, 28))]
+    assert [score("Which width?", reply, images) for reply in ("56 pixels", "28")] == [1.0, 0.0]
+
+
+def test_an_environments_message_has_an_image():
+    (message,) = run(example("docs/agentic.md", "board = "))["opening"].messages
+    assert received_message(message)["content"].count(IMAGE) == 1
 
 
 def test_an_engines_configuration_decides_its_slots():

@@ -122,6 +122,7 @@ def test_package_requires_what_it_imports():
         if not names & {"roll-modeling", "torch"}:
             # A run has torch and others from `roll-core[train]`.
             names |= required("roll-core", "train") - required("roll-core")
+        names |= required("roll-core", "images") - required("roll-core")  # where images are processed
         undeclared |= {(package, min(options)) for options in imported(package).values() if not options & names}
     assert undeclared == set(UNDECLARED)
 
