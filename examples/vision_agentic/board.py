@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw
 
-from roll_core.spec.environment import Environment, Opening, Turn
-from roll_core.types import IMAGE
+from roll_core.spec.environment import IMAGE, Environment, Opening, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

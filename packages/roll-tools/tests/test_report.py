@@ -166,7 +166,7 @@ def test_the_report_needs_no_network_and_runs_no_foreign_script(tmp_path: Path) 
 
 def test_texts_of_a_model_and_of_files_stay_text(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path))
-    assert len(page.scripts) == 3
+    assert len(page.scripts) == 4
     assert "img" not in {tag for tag, _ in page.tags}
     assert "<b>bold</b>" in page.text
     samples = page.samples()

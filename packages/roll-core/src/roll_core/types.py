@@ -42,10 +42,6 @@ FinishReason = Literal["stop", "length", "abort"]
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-IMAGE = "\ufffc"
-"""Place of an image in the content of a chat message: Unicode's object replacement character."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:
     """An image that belongs to tokens of a sequence, as the bytes of a file.

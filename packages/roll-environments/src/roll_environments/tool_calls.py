@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.spec.environment import Turn
-from roll_core.types import IMAGE
+from roll_core.spec.environment import IMAGE, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -17,15 +17,14 @@ from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
 from roll_core.config.schema import sections
-from roll_core.data.processor import has_processor
 from roll_core.data.rows import Rows, are_chats, file_names, first_rows, has_images, messages_of, need_column
 from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError, ModelError
 from roll_core.spec.config import DataArguments, RewardConfig, RewardKeys, WorkerConfig
+from roll_core.spec.environment import IMAGE
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 from roll_core.spec.providers import InferProvider, TrainProvider
-from roll_core.types import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -231,6 +230,8 @@ class FileCheck:
         self, where: str, schema: type[RunConfig], data: Mapping[Any, Any], registry: Registry
     ) -> Iterator[Finding]:
         """Yield a mistake for each role that cannot read the images of rows, and for a model without a processor."""
+        from roll_core.data.processor import has_processor
+
         roles: dict[KeyPath, tuple[str, Any]] = {
             path: (worker.kind, role.get("strategy_args"))
             for path, worker, role in sections(schema, dict(data), WorkerConfig)

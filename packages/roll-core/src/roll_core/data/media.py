@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-import numpy as np
-
 from roll_core.data.rows import joined_parts
 from roll_core.errors import DataError, MissingRequirementError
-from roll_core.types import IMAGE, Media, media_digest
+from roll_core.spec.environment import IMAGE
+from roll_core.types import Media, media_digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -261,6 +260,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, whose range is unknown: store it with 8 or 16 bits")
     if image.mode.startswith("I"):
+        import numpy as np
+
         values = np.asarray(image, dtype=np.float64) / 65535.0 * 255.0
         return Image.fromarray(values.clip(0, 255).round().astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:

@@ -17,8 +17,6 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from roll_core.errors import DataError, ModelError, one_line
 
 if TYPE_CHECKING:
@@ -147,6 +145,8 @@ class Processor:
         return known
 
     def _process(self, media: Media) -> tuple[str, dict[str, npt.NDArray[Any]]]:
+        import numpy as np
+
         try:
             outputs = self._processor(
                 images=[media.image()],
@@ -167,6 +167,8 @@ class Processor:
 
 
 def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    import numpy as np
+
     shapes = {array.shape[1:] for array in arrays}
     if len(shapes) > 1:
         largest = tuple(map(max, zip(*shapes, strict=True)))

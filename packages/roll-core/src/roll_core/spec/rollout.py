@@ -51,7 +51,7 @@ class Prompt:
     """Images of `tokens`, in their order."""
     messages: Sequence[Mapping[str, Any]] = ()
     """The chat messages of which the template made `text`, with the keys `role` and `content`. A message with images
-    also has `media`, a tuple of them, and `roll_core.types.IMAGE` at their places in the content."""
+    also has `media`, a tuple of them, and `roll_core.spec.environment.IMAGE` at their places in the content."""
     tag: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row."""

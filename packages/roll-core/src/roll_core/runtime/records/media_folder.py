@@ -7,11 +7,12 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RunDirectoryError
-from roll_core.types import Media
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from roll_core.types import Media
 
 FOLDER = "media"
 
@@ -34,6 +35,8 @@ class MediaFolder:
 
     def get(self, saved: Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
         """Images from the result of `put`. Their files are read when they are used."""
+        from roll_core.types import Media
+
         return tuple(Media(**image, path=str(self._folder / image["digest"])) for image in saved)
 
     def _add(self, name: str, content: Path | bytes) -> None:
