@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw
 
-from roll_core.spec.environment import IMAGE, Environment, Opening, Turn
+from roll_core.spec.environment import Environment, Opening, Turn
+from roll_core.spec.rollout import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ from roll_core.data.rows import read_rows
 from roll_core.errors import DataError
 from roll_core.runtime.run.tokenizer import load_tokenizer
 from roll_core.spec.config import DataArguments
-from roll_core.spec.environment import IMAGE
+from roll_core.spec.rollout import IMAGE
 from roll_testing.errors import raises_error
 from shared_tests.tiny_vision import IDS, write_processor
 

@@ -17,7 +17,7 @@ from roll_core.data.rows import messages_of, need_column, read_rows, text_of, to
 from roll_core.data.templates import NAMED
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
-from roll_core.spec.environment import IMAGE
+from roll_core.spec.rollout import IMAGE
 from roll_testing.errors import raises_error
 
 ROWS = [

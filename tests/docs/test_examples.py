@@ -39,7 +39,8 @@ from roll_core.plugins.registry import Registry, load_registry
 from roll_core.plugins.targets import load_target, options_schema
 from roll_core.runtime.rollout.program import SingleTurn
 from roll_core.spec import providers
-from roll_core.spec.environment import IMAGE, Reply
+from roll_core.spec.environment import Reply
+from roll_core.spec.rollout import IMAGE
 from roll_core.spec.train import LossOutput, TokenOutputs, WantedOutputs
 from roll_core.spec.transport import DeviceFacts, RoleFacts, SenderSetup, WorkerFacts
 from roll_core.types import TrainSequence

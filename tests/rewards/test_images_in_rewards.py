@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from roll_core.data.media import image_media, with_parts
-from roll_core.spec.environment import IMAGE
+from roll_core.spec.rollout import IMAGE
 from roll_rewards.config import JudgeModelConfig
 from roll_rewards.function import FunctionReward
 from roll_rewards.function_config import FunctionConfig

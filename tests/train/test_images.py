@@ -14,8 +14,8 @@ from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.media import image_media
 from roll_core.data.pack import pack
 from roll_core.errors import DataError, ModelError, UnsupportedError
-from roll_core.spec.environment import IMAGE
 from roll_core.spec.model import LoraSpec, ModelSpec
+from roll_core.spec.rollout import IMAGE
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.export import write_model
 from roll_modeling.model import load_model

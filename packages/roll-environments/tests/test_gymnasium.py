@@ -12,7 +12,8 @@ from helpers_environments import called, play
 from PIL import Image
 
 from roll_core.data.media import received_message
-from roll_core.spec.environment import IMAGE, Reply
+from roll_core.spec.environment import Reply
+from roll_core.spec.rollout import IMAGE
 from roll_environments.gymnasium_adapter import GymnasiumAdapter, numbers
 from roll_environments.targets import WrappedError
 from roll_testing import EnvironmentConformance

@@ -13,7 +13,8 @@ import pytest
 from helpers_environments import call, called, end, free_port, pids, play, wait_for_port
 
 from roll_core.data.media import received_message
-from roll_core.spec.environment import IMAGE, Reply
+from roll_core.spec.environment import Reply
+from roll_core.spec.rollout import IMAGE
 from roll_environments.mcp_adapter import McpServer
 from roll_environments.targets import WrappedError
 from roll_testing import EnvironmentConformance

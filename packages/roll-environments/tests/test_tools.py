@@ -11,7 +11,8 @@ from helpers_environments import Counter, call, play
 from PIL import Image
 
 from roll_core.data.media import received_message
-from roll_core.spec.environment import IMAGE, Reply
+from roll_core.spec.environment import Reply
+from roll_core.spec.rollout import IMAGE
 from roll_environments.local_search import LocalSearch
 from roll_environments.math_with_python import MathWithPython
 from roll_environments.mcp_adapter import McpServer

@@ -13,8 +13,8 @@ from vllm_live import CACHE, start
 
 from roll_core.data.processor import processor_of
 from roll_core.errors import DataError
-from roll_core.spec.environment import IMAGE
 from roll_core.spec.model import ModelSpec
+from roll_core.spec.rollout import IMAGE
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_testing.errors import raises_error
 from shared_tests.loaded_engine import CLOSE, digests

@@ -9,7 +9,8 @@ from typing import Any
 from PIL import Image
 
 from roll_core.data.media import image_media
-from roll_core.spec.environment import IMAGE, Environment, Opening, Reply, Turn
+from roll_core.spec.environment import Environment, Opening, Reply, Turn
+from roll_core.spec.rollout import IMAGE
 
 
 def image(seed: int, size: tuple[int, int] = (56, 28)) -> Image.Image:

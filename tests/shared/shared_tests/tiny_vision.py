@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.data.media import image_media
 from roll_core.data.processor import processor_of
-from roll_core.spec.environment import IMAGE
+from roll_core.spec.rollout import IMAGE
 from roll_core.types import TrainSequence
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from roll_core.data.pack import balance
-from roll_core.spec.environment import IMAGE
 from roll_core.spec.providers import TrainProvider
+from roll_core.spec.rollout import IMAGE
 from roll_core.spec.train import WantedOutputs
 from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_rows

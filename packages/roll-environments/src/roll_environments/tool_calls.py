@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roll_core.spec.environment import IMAGE, Turn
+from roll_core.spec.environment import Turn
+from roll_core.spec.rollout import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -16,8 +16,7 @@ from roll_core.data.encode import media_of
 from roll_core.data.media import with_parts
 from roll_core.data.reasoning import answer_of
 from roll_core.errors import RewardFailure
-from roll_core.spec.environment import IMAGE
-from roll_core.spec.rollout import EngineReward, RewardFunction
+from roll_core.spec.rollout import IMAGE, EngineReward, RewardFunction
 from roll_core.types import Reward
 from roll_rewards.services import post
 

@@ -22,8 +22,9 @@ from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import load_class, options_schema, schema_of
 from roll_core.runtime.cluster.concurrency import in_daemon_thread
 from roll_core.spec.config import Config
-from roll_core.spec.environment import IMAGE, Environment, Opening, Reply, Turn
+from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.spec.providers import EnvironmentProvider
+from roll_core.spec.rollout import IMAGE
 from roll_core.types import Reward
 from roll_tools.engine_player import EngineError
 from roll_tools.settings import parse_settings

@@ -22,9 +22,9 @@ from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError, ModelError
 from roll_core.spec.config import DataArguments, RewardConfig, RewardKeys, WorkerConfig
-from roll_core.spec.environment import IMAGE
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 from roll_core.spec.providers import InferProvider, TrainProvider
+from roll_core.spec.rollout import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

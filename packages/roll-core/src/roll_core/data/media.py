@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 from roll_core.data.rows import joined_parts
 from roll_core.errors import DataError, MissingRequirementError
-from roll_core.spec.environment import IMAGE
+from roll_core.spec.rollout import IMAGE
 from roll_core.types import Media, media_digest
 
 if TYPE_CHECKING:

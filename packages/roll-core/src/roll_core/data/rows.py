@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from roll_core.errors import DataError, closest
-from roll_core.spec.environment import IMAGE
-from roll_core.spec.rollout import Columns
+from roll_core.spec.rollout import IMAGE, Columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from roll_core.data.reasoning import MARKS
 from roll_core.errors import DataError
-from roll_core.spec.environment import IMAGE
+from roll_core.spec.rollout import IMAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -22,14 +22,12 @@ from roll_core.field_docs import document_fields
 if TYPE_CHECKING:
     from roll_core.types import FinishReason, Reward
 
-IMAGE = "\ufffc"
-"""Place of an image in the content of a chat message: Unicode's object replacement character."""
 Message: TypeAlias = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, as plain JSON values.
 
 Images are parts of a content that is a list, in the formats of OpenAI and Hugging Face. Or `media` has them: a list of
-images of Pillow, bytes or `roll_core.types.Media`, in the order of their places `IMAGE` in the content.
-Paths and URLs are not read."""
+images of Pillow, bytes or `roll_core.types.Media`, in the order of their places `roll_core.spec.rollout.IMAGE` in the
+content. Paths and URLs are not read."""
 Task: TypeAlias = Mapping[str, Any]
 """What an episode is about, as plain JSON values. Empty for environments that create their task from the seed."""
 State: TypeAlias = str | int

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     )
 
 
+IMAGE = "\ufffc"
+"""Place of an image in the content of a chat message: Unicode's object replacement character."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A row of the data, tokenised and ready to generate from."""
@@ -51,7 +55,7 @@ class Prompt:
     """Images of `tokens`, in their order."""
     messages: Sequence[Mapping[str, Any]] = ()
     """The chat messages of which the template made `text`, with the keys `role` and `content`. A message with images
-    also has `media`, a tuple of them, and `roll_core.spec.environment.IMAGE` at their places in the content."""
+    also has `media`, a tuple of them, and `IMAGE` at their places in the content."""
     tag: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row."""

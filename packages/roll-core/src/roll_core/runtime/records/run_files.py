@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import CheckpointError, RollError, RunFileError, chain
-from roll_core.runtime.records.media_folder import MediaFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import IO
 
+    from roll_core.runtime.records.media_folder import MediaFolder
     from roll_core.types import Sample, TokenIds, TurnRecord
 
 log = logging.getLogger(__name__)
@@ -253,6 +253,8 @@ class SamplesFile(LineWriter):
     ) -> None:
         """`decode` converts token ids to text, `media` stores the samples' images (default: beside `path`). `history`
         and `resumed_step` are as for `LineWriter`."""
+        from roll_core.runtime.records.media_folder import MediaFolder
+
         super().__init__(path, history=history, resumed_step=resumed_step)
         self._decode, self._media = decode, media or MediaFolder(path.parent)
         self._written: Counter[str] = Counter()

@@ -35,9 +35,8 @@ from roll_core.runtime.cluster.concurrency import background, cancel_all, gather
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.runtime.workers.reward import scored
 from roll_core.spec.config import DataArguments
-from roll_core.spec.environment import IMAGE
 from roll_core.spec.model import REWARD_MODEL_HINT, reward_model_problem
-from roll_core.spec.rollout import EngineReward, RewardFunction, RewardRequest
+from roll_core.spec.rollout import IMAGE, EngineReward, RewardFunction, RewardRequest
 from roll_core.spec.train import WantedOutputs
 from roll_core.types import GenerateRequest, Reward, TrainSequence
 
