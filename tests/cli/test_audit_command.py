@@ -422,3 +422,14 @@ def test_rows_with_images_show_sizes_tokens_and_positions(folder, capsys):
     assert mentions(shown["images"][0], 84, 56, 6, begin, begin + 5)
     assert "<|image_pad|> × 6" in "".join(text for text, _ in shown["pieces"])
     assert [trained for text, trained in shown["pieces"] if "image_pad" in text] == [False]
+
+
+@pytest.mark.parametrize(("names", "level"), [("ab", "ok"), ("aba", "warning")])
+def test_equal_texts_about_other_images_are_no_duplicates(folder, capsys, names, level):
+    (folder / "model").mkdir()
+    write_processor(folder / "model", "qwen2_5_vl")
+    for seed, name in enumerate("ab"):
+        picture(84, 56, seed).save(folder / f"{name}.png")
+    write(folder, [{"prompt": "see <image>?", "response": "six", "images": [f"{name}.png"]} for name in names])
+    levels = found(capsys, "rows.jsonl", "--tokenizer", "model", "images=images", "prompt_length=64")
+    assert levels["duplicates"] == level

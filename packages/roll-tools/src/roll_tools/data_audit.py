@@ -138,7 +138,7 @@ def audit_rows(
     begin, encoder = time.monotonic(), Encoder(tokenizer, data)
     prompts: list[int] = []
     responses: list[int] = []
-    seen: dict[bytes, Row] = {}
+    seen: dict[tuple[bytes | str, ...], Row] = {}
     duplicates: list[tuple[Row, Row]] = []
     empty: list[Row] = []
     unstopped: list[Row] = []
@@ -187,7 +187,8 @@ def audit_rows(
         except DataError as error:
             errors.append(error)
             continue
-        if images := media_of(messages):
+        images = media_of(messages)
+        if images:
             image_tokens.append(int(encoder.is_media(tokens).sum()))
             num_images += len(images)
         unknown += [(row, message["role"]) for message in messages if message["role"] not in ROLES][:1]
@@ -195,7 +196,7 @@ def audit_rows(
         long["prompt"] += num_prompt > prompt_length
         if is_empty:
             empty.append(row)
-        first = seen.setdefault(tokens.tobytes(), row)
+        first = seen.setdefault((tokens.tobytes(), *(image.digest for image in images)), row)
         if first is not row:
             duplicates.append((first, row))
     num = len(prompts)
