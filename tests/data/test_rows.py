@@ -547,3 +547,12 @@ def test_images_of_a_column_take_the_places_of_the_text_in_order(tmp_path, texts
     assert [message["content"] for message in users] == contents
     assert [len(message.get("media", ())) for message in users] == numbers
     assert [image for message in users for image in message.get("media", ())] == images
+
+
+def test_places_and_parts_of_one_message_keep_their_order(tmp_path):
+    parts = [{"type": "text", "text": "<image> or "}, {"type": "image", "image": "part"}, " or <image>"]
+    row = {"chat": [{"role": "user", "content": parts}], "pictures": ["first", "last"]}
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", [row]), messages="chat", images="pictures")
+    rows = read_rows(data)
+    (message,) = messages_of(rows[0], data, rows, response=False)
+    assert message == {"role": "user", "content": f"{IMAGE} or {IMAGE} or {IMAGE}", "media": ("first", "part", "last")}

@@ -269,3 +269,16 @@ def test_without_a_processor_images_are_refused(build, folders, tmp_path):
     assert logprobs(strategy, [vision_sequence(folder, "text", "reply")]).any()
     with raises_error(ModelError, "freeze"):
         build(path=str(text_only), training=TRAINING, freeze=("projector",))
+
+
+def test_an_unusable_processor_matters_for_images_alone(build, folders, tmp_path):
+    broken = tmp_path / "model"
+    shutil.copytree(folders["qwen2_5_vl"], broken)
+    settings = json.loads((broken / "preprocessor_config.json").read_text(encoding="utf-8"))
+    (broken / "preprocessor_config.json").write_text(json.dumps(settings | {"processor_class": "OfNobody"}))
+    strategy = build(path=str(broken), training=TRAINING)
+    assert logprobs(strategy, [vision_sequence(folders["qwen2_5_vl"], "text", "reply")]).any()
+    with raises_error(UnsupportedError):
+        logprobs(strategy, vision_batch(folders["qwen2_5_vl"]))
+    with raises_error(ModelError, "OfNobody"):
+        build(path=str(broken), training=TRAINING, freeze=())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll_core.data.processor import processor_of
+from roll_core.data.processor import loaded_processor
 from roll_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def use_image_processor_of_run() -> None:
     @wraps(load)
     def get_hf_processor(context: Any, *types: Any, **options: Any) -> Any:
         processor = load(context, *types, **options)
-        of_run = processor_of(context.tokenizer) if context.tokenizer is not None else None
+        of_run = loaded_processor(context.tokenizer) if context.tokenizer is not None else None
         if of_run is not None:
             processor.image_processor = of_run.image_processor
         return processor

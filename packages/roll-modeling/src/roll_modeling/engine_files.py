@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_core.data.processor import processor_of, save_processor
+from roll_core.data.processor import loaded_processor, save_processor
 from roll_core.errors import ModelError
 from roll_modeling.model import end_token_ids, layer_configs, load_config, load_model, load_tokenizer
 
@@ -83,13 +83,14 @@ def engine_files(spec: ModelSpec, engine: str) -> Iterator[EngineFiles]:
         config = load_config(stored)
         tokenizer = spec.tokenizer or (spec.path if _has_tokenizer(spec.path) else "")
         loaded = load_tokenizer(spec) if tokenizer else None
-        vocab_size = int(config.get_text_config().vocab_size)
+        text = config.get_text_config()
+        vocab_size, has_parts = int(text.vocab_size), text is not config
         yield EngineFiles(
             model=stored.path,
             overrides=stored.config_overrides,
             tokenizer=tokenizer,
             end_ids=end_token_ids(config, _generation_config(stored), vocab_size, loaded),
-            processor=processor_of(loaded) if loaded is not None and config.get_text_config() is not config else None,
+            processor=loaded_processor(loaded) if loaded is not None and has_parts else None,
             config=config,
             scratch=Path(scratch),
         )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from roll_core.data.media import image_media
-from roll_core.data.processor import processor_of
+from roll_core.data.processor import loaded_processor, processor_of
 from roll_core.errors import DataError, ModelError, UnsupportedError
 from roll_core.spec.module_program import move_tensors
 from roll_modeling.model import body_of, image_parts, load_tokenizer
@@ -221,7 +221,8 @@ def image_reader(model: PreTrainedModel, spec: ModelSpec) -> ImageReader | None:
     """
     parts = image_parts(model)
     tokenizer = load_tokenizer(spec) if parts and (spec.tokenizer or spec.path) else None
-    if tokenizer is not None and processor_of(tokenizer) is not None:
+    find = processor_of if _are_trained(parts) else loaded_processor  # text alone needs no processor
+    if tokenizer is not None and find(tokenizer) is not None:
         return ImageReader(model, tokenizer)
     if _are_trained(parts):
         raise ModelError(

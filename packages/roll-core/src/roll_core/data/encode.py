@@ -14,10 +14,10 @@ import numpy as np
 
 from roll_core.data.end_tokens import reply_ends
 from roll_core.data.media import OversizedImageError, load_image
-from roll_core.data.processor import processor_of
+from roll_core.data.processor import loaded_processor, processor_of
 from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages, text_of, tools_of
 from roll_core.data.templates import JinjaTemplate, Segment, Template, load_template, texts_of, trained_replies
-from roll_core.errors import DataError, ModelError
+from roll_core.errors import DataError
 from roll_core.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -176,11 +176,7 @@ class Encoder:
 
     @cached_property
     def _processor(self) -> Processor | None:
-        try:
-            return processor_of(self.tokenizer)
-        except ModelError as error:
-            log.warning("the model reads text alone: %s", error)
-            return None
+        return loaded_processor(self.tokenizer)
 
     def conversation(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = (), *, context: int = 0

@@ -12,6 +12,7 @@ Trainer, engine and driver load it from the run's tokenizer directory.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from roll_core.types import GenerateRequest, Media
+
+log = logging.getLogger(__name__)
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a processor beside those of its tokenizer."""
@@ -196,6 +199,16 @@ def processor_of(tokenizer: PreTrainedTokenizerBase) -> Processor | None:
     if isinstance(processor, ModelError):
         raise processor
     return processor
+
+
+def loaded_processor(tokenizer: PreTrainedTokenizerBase) -> Processor | None:
+    """Processor beside a tokenizer; None, with a warning in the log, also if it cannot be loaded, because a model with
+    images may be used for text alone."""
+    try:
+        return processor_of(tokenizer)
+    except ModelError as error:
+        log.warning("the model reads text alone: %s", error)
+        return None
 
 
 def shown_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

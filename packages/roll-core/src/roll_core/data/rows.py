@@ -55,7 +55,7 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of images, video and audio in data of vision-language models."""
 IMAGE_PARTS = {"image": ("image", "url", "path", "base64"), "image_url": ("image_url",), "input_image": ("image_url",)}
 """Types of parts of a message's content that are images, and the keys that may have the image."""
-_IMAGE_PLACE = re.compile(r"<image>(?!.*</image>)", re.DOTALL)
+_IMAGE_PLACE = re.compile(rf"<image>(?!.*</image>)|{IMAGE}", re.DOTALL)
 _MEDIA = re.compile(
     r"<(image|video|audio)>(?!.*</\1>)"
     r"|<\|(?:image|video|audio|image_pad|video_pad|audio_pad|vision_start|image_\d+|audio_\d+)\|>"
@@ -300,12 +300,12 @@ def _place_images(messages: list[Message], images: list[Any], row: Row, column: 
     for message in messages:
         if message["role"] == "assistant":
             continue
-        content = _IMAGE_PLACE.sub(IMAGE, message["content"])
-        media = list(message.get("media", ()))
-        media += [None] * (content.count(IMAGE) - len(media))
+        of_parts = iter(message.get("media", ()))
+        places = _IMAGE_PLACE.findall(message["content"])
+        media = [next(of_parts, None) if place == IMAGE else None for place in places]
         if media:
             num_places += media.count(None)
-            message["content"] = content
+            message["content"] = _IMAGE_PLACE.sub(IMAGE, message["content"])
             message["media"] = tuple(next(waiting, None) if image is None else image for image in media)
     users = [message for message in messages if message["role"] == "user"]
     if images and not num_places and users:
