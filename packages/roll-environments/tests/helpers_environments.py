@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from PIL import Image
 
 from roll_core.spec.environment import Opening, Reply, Turn
+from roll_core.spec.rollout import IMAGE
 from roll_core.types import Reward
 
 
@@ -92,6 +94,18 @@ class Silent(Counter):
     """Without a reward of its own."""
 
     get_reward = None  # type: ignore[assignment]
+
+
+class Painter(Counter):
+    """Its tools return images, alone and beside texts."""
+
+    def paint(self) -> Any:
+        """Paint."""
+        return Image.new("RGB", (4, 2), (self.goal, 0, 0))
+
+    def describe(self) -> Any:
+        """Describe."""
+        return [f"a{IMAGE}b", self.paint(), 3]
 
 
 def closeness(prompts: Any, completions: Any, environments: Any, goal: Any, **columns: Any) -> list[float]:

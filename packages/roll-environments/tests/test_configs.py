@@ -168,7 +168,7 @@ def test_an_episode_is_played_by_hand(capsys: pytest.CaptureFixture[str], monkey
 
 def test_a_played_image_is_saved_as_a_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("/call paint\n"))
-    assert cli.main(["envs", "play", "tools", "class=test_tools:Painter"]) == 0
+    assert cli.main(["envs", "play", "tools", "class=helpers_environments:Painter"]) == 0
     shown = capsys.readouterr().out
     (line,) = [line for line in shown.splitlines() if "4 x 2" in line]
     with Image.open(line.rpartition(" ")[2]) as image:

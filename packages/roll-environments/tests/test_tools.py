@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers_environments import Counter, call, play
-from PIL import Image
+from helpers_environments import call, play
 
 from roll_core.data.media import received_message
 from roll_core.spec.environment import Reply
@@ -156,20 +155,8 @@ def test_a_failure_names_the_class_and_never_is_a_reward(stage: str) -> None:
         play(PythonTools(**options), [call("act"), "done"])
 
 
-class Painter(Counter):
-    """Its tools return images, alone and beside texts."""
-
-    def paint(self) -> Any:
-        """Paint."""
-        return Image.new("RGB", (4, 2), (self.goal, 0, 0))
-
-    def describe(self) -> Any:
-        """Describe."""
-        return [f"a{IMAGE}b", self.paint(), 3]
-
-
 def test_results_of_tools_may_have_images() -> None:
-    environment = PythonTools(target="test_tools:Painter")
+    environment = PythonTools(target="helpers_environments:Painter")
     _, turns, _ = play(environment, [call("paint"), call("describe"), call("undo"), "Done."])
     painted, described, undone = (received_message(turn.messages[0]) for turn in turns[:3])
     assert painted["content"] == IMAGE
