@@ -629,6 +629,13 @@ def test_a_broken_text_encoder_is_named(tmp_path: Path) -> None:
         PromptEncoder(model=describe(spec_of("SD3Transformer2DModel")), cache=ArrayCache(tmp_path)).encode(["a"])
 
 
+def test_an_unknown_encoder_device_is_named(tmp_path: Path) -> None:
+    tiny_sd3(tmp_path)
+    model = describe(ModelSpec(task="flow", path=str(tmp_path)))
+    with raises_error(ModelError, "encoder_device", "nowhere"):
+        PromptEncoder(model=model, cache=ArrayCache(tmp_path / "cache"), device="nowhere").encode(["a"])
+
+
 def test_latents_of_images_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_vae().save_pretrained(tmp_path / "vae")
     encoder = ImageEncoder(

@@ -452,12 +452,14 @@ def test_dpo_equals_its_definition_with_common_noise_and_sigma():
     assert float(found.metrics["preference_accuracy"]) == pytest.approx(wins / 5)
 
 
-def test_flow_matching_by_its_definition_ignores_guidance():
+@pytest.mark.parametrize("distribution", ["logit_normal", "uniform"])
+def test_flow_matching_by_its_definition_ignores_guidance(distribution):
     tensors = flow_tensors()
-    found = loss_of("flow_matching", flow_setup(guidance_scale=5.0))(module(), flow_batch(tensors))
+    options = {"time_distribution": distribution, "logit_mean": 0.5, "logit_std": 0.8}
+    found = loss_of("flow_matching", flow_setup(guidance_scale=5.0), **options)(module(), flow_batch(tensors))
 
     batch = flow_batch(tensors)
-    sigma = random_sigmas(batch, CPU, distribution="logit_normal", mean=0.0, std=1.0)
+    sigma = random_sigmas(batch, CPU, distribution=distribution, mean=0.5, std=0.8)
     eps, wide = noise(batch, "training", SHAPE, CPU), sigma[:, None, None, None]
     v = TinyFlowNet(0)((1 - wide) * tensors["latents"] + wide * eps, sigma, tensors["cond.prompt"])
     assert found.loss.item() == pytest.approx((v - (eps - tensors["latents"])).square().mean().item(), rel=1e-5)

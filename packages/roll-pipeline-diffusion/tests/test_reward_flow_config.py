@@ -121,14 +121,14 @@ def test_a_wrong_config_is_refused(text, overrides, key):
     assert problem.key == key
 
 
-@pytest.mark.parametrize("name", ["0.png", "0.npy"])
+@pytest.mark.parametrize(("name", "column"), [("0.png", "image"), ("0.npy", "target")])
 @pytest.mark.parametrize("content", [b"", b"no file of an image or of latents"])
-def test_a_file_that_cannot_be_read_is_located(name, content):
+def test_a_file_that_cannot_be_read_is_located(name, column, content):
     Path(name).write_bytes(content)
-    write({"prompt": "red square", "image": name})
-    config = loaded(MATCHING).config
+    write({"prompt": "red square", column: name})
+    config = loaded(MATCHING, f"image_column={column}").config
     data = config.actor_train.data_args
-    with raises_error(DataError, "rows.jsonl row 1", "'image'", name):
+    with raises_error(DataError, "rows.jsonl row 1", repr(column), name):
         FlowData(config).read(read_rows(data), data, images=config.image_columns)
 
 

@@ -255,8 +255,6 @@ class NFTOptions(TimeOptions):
     advantage_scale: PositiveFloat = 5.0
     """Z: the optimality probability is `r = 1/2 + clip(advantage / Z, -1, 1) / 2`. The authors' code has the clamp of
     advantages, 5, here, and multiplies the loss by it."""
-    weight_min: PositiveFloat = 1e-5
-    """Lower bound of the weight `mean |x0_pred - x0|` by which squared errors are divided."""
     kl_coef: NonNegativeFloat = 1e-4
     """Coefficient of the mean squared distance of the velocity to the model without adapters."""
 

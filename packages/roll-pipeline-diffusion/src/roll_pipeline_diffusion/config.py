@@ -12,7 +12,6 @@ from roll_core.pipelines.config import sequences_per_step
 from roll_core.spec.config import (
     Config,
     DataArguments,
-    Dtype,
     Needs,
     NonNegativeFloat,
     PositiveFloat,
@@ -87,10 +86,6 @@ class RewardFlowConfig(FlowAlgorithmConfig, RunConfig):
     """Guidance scale that the model is conditioned on, for models distilled from guidance: FLUX.1-dev 3.5."""
     encoder_device: str = "cpu"
     """Device on which prompts and images of the data are encoded, once, before the first step."""
-    encoder_dtype: Dtype = "bf16"
-    """Dtype of the text encoders."""
-    vae_dtype: Dtype = "fp32"
-    """Dtype of the VAE."""
     decode_batch_size: PositiveInt = 1
     """Images that the VAE decodes at a time."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

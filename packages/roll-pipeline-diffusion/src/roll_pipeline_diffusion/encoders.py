@@ -25,9 +25,20 @@ from roll_pipeline_diffusion.models.description import EXPERTS, INDEX, FlowDescr
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from numpy.typing import NDArray
 
     Arrays = dict[str, NDArray[np.generic]]
+
+
+def usable_device(name: str) -> torch.device:
+    """Device of `encoder_device`. Raises `ModelError` where torch has none of that name."""
+    import torch
+
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ModelError(f"encoder_device: {name} cannot be used here: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +109,7 @@ class PromptEncoder:
             )
         except Exception as error:  # diffusers and transformers raise many classes for bad files
             raise ModelError(f"{directory}: the text encoders cannot be loaded: {error}") from error
-        pipeline = pipeline.to(self.device)
+        pipeline = pipeline.to(usable_device(self.device))
         # SD3 reads the width of its embeddings from the transformer if it has no T5.
         object.__setattr__(pipeline, EXPERTS[0], SimpleNamespace(config=SimpleNamespace(**self.model.config)))
         return pipeline
@@ -347,7 +358,7 @@ class ImageEncoder:
         stored = self.cache.get(key)
         if stored is not None:
             return stored["latents"]
-        pixels = from_uint8(np.array(image)[None]).to(self.device)
+        pixels = from_uint8(np.array(image)[None]).to(usable_device(self.device))
         latents: NDArray[np.generic] = self.decoder.encode(pixels)[0].cpu().numpy()
         self.cache.put(key, {"latents": latents})
         return latents

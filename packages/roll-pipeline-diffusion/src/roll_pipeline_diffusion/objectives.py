@@ -313,7 +313,6 @@ def nft(
     *,
     beta: float = 1.0,
     advantage_scale: float = 5.0,
-    weight_min: float = 1e-5,
     kl_coef: float = 1e-4,
     time_distribution: TimeDistribution = "uniform",
     logit_mean: float = 0.0,
@@ -343,7 +342,7 @@ def nft(
 
     def error(mixed: Tensor) -> Tensor:
         distance = noised - per_row(sigma_B, noised) * mixed - latents
-        return _mean(distance.square()) / _mean(distance.detach().abs()).clamp(min=weight_min)
+        return _mean(distance.square()) / _mean(distance.detach().abs()).clamp(min=1e-5)
 
     moved = beta * (velocity - old)
     loss_B = optimality_B * error(old + moved) + (1 - optimality_B) * error(old - moved)

@@ -62,7 +62,6 @@ class FlowData:
         self.latent_shape = self.model.latent_shape(config.height, config.width, config.num_frames)
         self.decoder = LatentDecoder(
             directory=str(self.model.directory) if self.model.vae is not None else "",
-            dtype=config.vae_dtype,
             rows=config.decode_batch_size,
             checkpoint=config.objective == "refl",
         )
@@ -111,7 +110,6 @@ class FlowData:
             model=self.model,
             cache=self.cache,
             device=config.encoder_device,
-            dtype=config.encoder_dtype,
             max_tokens=config.prompt_tokens,
             guidance=config.embedded_guidance,
         )

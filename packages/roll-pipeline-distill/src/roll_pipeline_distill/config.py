@@ -136,8 +136,6 @@ class DistillConfig(PromptRunConfig):
     """Number of most likely tokens, K."""
     kd_tail: Tail = "bucket"
     """Probability outside of the K tokens: one more class, divided out, or ignored."""
-    kd_tail_floor: Between = 1e-5
-    """Minimum probability of the class of `bucket`."""
     kd_placement: Literal["loss", "advantage"] | None = None
     """Use the divergence as a loss, or its estimate as an advantage of the policy loss.
 

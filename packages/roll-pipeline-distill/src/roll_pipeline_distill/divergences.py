@@ -170,7 +170,6 @@ class DistillationTerm:
     beta: float = 0.5
     skew: float = 0.1
     head_mass: float = 0.5
-    tail_floor: float = 1e-5
     clip: float | None = None
     """Upper bound of a token's loss. Tokens above it have no gradient."""
     head: str = ""
@@ -217,9 +216,7 @@ class DistillationTerm:
     def _values(self, teacher_TK: Tensor, student_TK: Tensor) -> Tensor:
         if self.sampled:
             return sampled_loss(student_TK[:, 0], teacher_TK[:, 0], self.kind)
-        return self._divergence(
-            with_tail(teacher_TK, self.tail, self.tail_floor), with_tail(student_TK, self.tail, self.tail_floor)
-        )
+        return self._divergence(with_tail(teacher_TK, self.tail), with_tail(student_TK, self.tail))
 
     @property
     def _divergence(self) -> partial[Tensor]:

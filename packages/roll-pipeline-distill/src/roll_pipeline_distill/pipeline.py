@@ -112,7 +112,6 @@ class UpdateStudent(UpdatePolicy):
             beta=config.js_beta,
             skew=config.skew_lambda,
             head_mass=config.adaptive_kl_alpha,
-            tail_floor=config.kd_tail_floor,
             clip=config.kd_clip,
             head=str(run.dir / HEAD) if config.kd_support == "full" else "",
             overlap=config.logits_topk if config.kd_support == "teacher_topk" else 0,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from roll_core.spec.config import Config, PositiveInt
+from roll_core.spec.config import Config
 
 
 class RunOptions(Config):
@@ -95,5 +95,3 @@ class TensorBoardOptions(Config):
 
     log_dir: str | None = None
     """Directory of the event files. Default: `tensorboard/` of the run directory."""
-    flush_secs: PositiveInt = 30
-    """Minimum time in seconds between two flushes of the event file."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+FLUSH_S = 30.0
+"""Seconds after which events are written to the disk."""
 _NUMBERS = itertools.count()
 """Serial numbers, which make the names of this process's event files unique."""
 
@@ -37,7 +39,7 @@ class TensorBoardTracker(Tracker):
     def __init__(self, run_dir: Path, run_name: str, options: Mapping[str, Any]) -> None:
         valid = TensorBoardOptions.model_validate(dict(options))
         log_dir = valid.log_dir or run_dir / "tensorboard"
-        self._flush_secs, self._flushed = valid.flush_secs, 0.0
+        self._flushed = 0.0
         tf.io.gfile.makedirs(str(log_dir))
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._writer = RecordWriter(tf.io.gfile.GFile(os.path.join(log_dir, name), "wb"))
@@ -61,6 +63,6 @@ class TensorBoardTracker(Tracker):
 
     def _write(self, event: Event) -> None:
         self._writer.write(event.SerializeToString())
-        if time.monotonic() - self._flushed >= self._flush_secs:
+        if time.monotonic() - self._flushed >= FLUSH_S:
             self._writer.flush()
             self._flushed = time.monotonic()
