@@ -18,8 +18,13 @@ from roll_core.pipelines.rlvr import RLVRPipeline
 from roll_core.spec.config import TokenizerConfig
 from roll_testing.runs import TINY
 
-TEMPLATE = "{% for m in messages %}<{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ mark or ':' }}{% endif %}"
+)
+MARKED = {"mark": ">:"}
+"""A variable of the template."""
 DIGITS = {
+    "chat_template_kwargs": MARKED,
     "judge_prompt": "{prompt}{response}",
     "judge_scale": "score",
     "score_pattern": r"(\d)",
@@ -60,7 +65,7 @@ def samples(result, split="train"):
 def greedy_reply(model, tokenizer, text):
     """The reply by transformers, token by token."""
     messages = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **MARKED)
     ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     reply = []
     with torch.no_grad():

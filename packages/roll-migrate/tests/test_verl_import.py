@@ -217,6 +217,15 @@ def test_every_key_of_a_file_is_reported_once(registry):
     [
         ({"algorithm__adv_estimator": "grpo"}, "algorithm.adv_estimator", "differs", {"adv_estimator": "grpo"}),
         (
+            {"data__apply_chat_template_kwargs": {"enable_thinking": False}, "data__val_files": "val.parquet"},
+            "data.apply_chat_template_kwargs.enable_thinking",
+            "renamed",
+            {
+                "actor_train.data_args.chat_template_kwargs.enable_thinking": False,
+                "validation.data_args.chat_template_kwargs.enable_thinking": False,
+            },
+        ),
+        (
             {"algorithm__adv_estimator": "grpo", "algorithm__norm_adv_by_std_in_grpo": False},
             "algorithm.adv_estimator",
             "changed",
@@ -775,6 +784,7 @@ SFT = {
     "torchrun --nnodes=1 --nproc_per_node $1 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet"
     " data.val_files=b.parquet data.prompt_key=extra_info data.response_key=extra_info"
     " +data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] data.micro_batch_size_per_gpu=2"
+    " data.enable_thinking_default=False data.apply_chat_template_kwargs={}"
     " model.partial_pretrain=m trainer.total_training_steps=7 data.truncation=right": {
         "pretrain": "m",
         "max_steps": 7,
@@ -782,6 +792,8 @@ SFT = {
         "sft_train.data_args.prompt": "extra_info.question",
         "sft_train.data_args.response": "extra_info.answer",
         "validation.data_args.response": "extra_info.answer",
+        "sft_train.data_args.chat_template_kwargs.enable_thinking": False,
+        "validation.data_args.chat_template_kwargs.enable_thinking": False,
         "sft_train.training_args.learning_rate": 1e-5,
         "sft_train.training_args.lr_scheduler_type": "cosine",
         "sft_train.training_args.adam_beta2": 0.95,

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from roll_core.data.encode import encode_sft
+from roll_core.data.encode import Encoder, encode_prompts, encode_sft
 from roll_core.data.rows import Rows, messages_of
 from roll_core.data.templates import JinjaTemplate
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
+from roll_testing.errors import raises_error
 from shared_tests.chat_templates import FAMILIES, Family
 
 TOOL = {
@@ -339,3 +340,28 @@ def test_special_tokens_in_a_reply_do_not_end_its_turn(name: str, eos: str) -> N
                     assert segments(spoken) == [(text.replace("zyx", spoken), *rest) for text, *rest in plain]
     finally:
         tokenizer.eos_token = family.end
+
+
+@pytest.mark.parametrize("thinks", [None, True, False])
+def test_chat_template_kwargs_reach_rows_and_turns(thinks: bool | None) -> None:
+    tokenizer, arguments = tokenizer_of("qwen3"), {} if thinks is None else {"enable_thinking": thinks}
+    replied = [*OPENING, {"role": "assistant", "content": "3"}]
+    data = DataArguments(messages="messages", chat_template_kwargs=arguments)
+    theirs = tokenizer.apply_chat_template(OPENING, add_generation_prompt=True, return_dict=False, **arguments)
+    whole = tokenizer.apply_chat_template(replied, return_dict=False, **arguments)
+    answered, asked = (Rows([("rows.jsonl", [{"messages": messages}])], data) for messages in (replied, OPENING))
+    ((sequence,), _) = encode_sft(answered, data, tokenizer, prompt_length=999, response_length=999)
+    assert sequence.tokens.tolist() == whole[: len(sequence.tokens)]
+    # With an empty block of reasoning in the prompt, only the reply after it is trained.
+    assert sequence.tokens[~sequence.loss_mask].tolist() == theirs
+    ((prompt,), _) = encode_prompts(asked, data, tokenizer, prompt_length=999)
+    assert list(prompt.tokens) == theirs
+    assert ChatEncoder(tokenizer, data, where="custom_envs.test").encode(OPENING).ids.tolist() == theirs
+
+
+@pytest.mark.parametrize("template", [FAMILIES["qwen3"].template, None])
+def test_unread_chat_template_kwargs_are_refused(template: str | None, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(TokenizerConfig(kind="byte"), [], tmp_path)
+    tokenizer.chat_template = template
+    with raises_error(DataError, "enable_thinkin"):
+        Encoder(tokenizer, DataArguments(chat_template_kwargs={"enable_thinkin": False}))

@@ -1121,16 +1121,25 @@ ALGORITHM: Table = {
     "use_pf_ppo": refused("samples cannot be reweighted", False),
     "pf_ppo": unneeded("use_pf_ppo decides"),
 }
+
+
+def _of_data(name: str) -> Convert:
+    """Write the value at `name` of each `data_args`."""
+
+    def convert(value: Any, key: Key) -> Outcome:
+        roles = ("actor_train", "validation")[: 1 + evaluates(key.source)]
+        return key.renamed({f"{role}.data_args.{name}": value for role in roles})
+
+    return convert
+
+
 DATA: Table = {
     "train_files": names_of_files("actor_train.data_args.file_name"),
     "val_files": names_of_files("validation.data_args.file_name"),
     "train_max_samples": to("actor_train.data_args.max_samples", neutral=(-1,)),
     "val_max_samples": only(evaluates, "there are no val_files", to("validation.data_args.max_samples", neutral=(-1,))),
-    "prompt_key": nested(
-        lambda value, key: key.renamed(
-            {f"{role}.data_args.messages": value for role in ("actor_train", "validation")[: 1 + evaluates(key.source)]}
-        )
-    ),
+    "prompt_key": nested(_of_data("messages")),
+    "apply_chat_template_kwargs": if_on(nested(_of_data("chat_template_kwargs"))),
     "max_prompt_length": to("prompt_length"),
     "max_response_length": to("response_length"),
     "train_batch_size": to("rollout_batch_size"),
@@ -1144,7 +1153,7 @@ DATA: Table = {
     "custom_cls": keys("path name", refused("custom code that makes rows")),
     "tokenizer": refused("the model's own is used"),
     **keys("tool_config_path function_tool_path", refused(NO_TOOLS)),
-    **keys("apply_chat_template_kwargs mm_processor_kwargs", refused("the template has no arguments", {})),
+    "mm_processor_kwargs": refused("the processor has no arguments", {}),
     "image_key": nested(images),
     **keys("video_key audio_key", media),
     **keys(

@@ -107,6 +107,17 @@ def _dict_keys(value: Any, key: Key) -> Outcome:
     return key.unneeded(f"{key.name.partition('_')[0]}_key has it")
 
 
+def _template_arguments(value: Any, key: Key) -> Outcome:
+    return key.renamed({f"{role}.data_args.chat_template_kwargs": value for role in roles(key.source)})
+
+
+def _thinking(value: Any, key: Key) -> Outcome:
+    if value in (None, "none"):
+        return key.unneeded("the template decides")
+    name = "chat_template_kwargs.enable_thinking"
+    return key.renamed({f"{role}.data_args.{name}": value for role in roles(key.source)})
+
+
 def _truncation(value: Any, key: Key) -> Outcome:
     if value == "right":
         return key.changed({"overlong": "truncate"}, "the end of a long response is cut")
@@ -160,10 +171,8 @@ DATA: Table = {
         **keys("tools_key enable_thinking_key", unneeded("rows without the column have none")),
     },
     "tools_key": to(f"{COLUMNS}.tools", neutral=("tools",)),
-    **keys(
-        "enable_thinking_key enable_thinking_default",
-        refused("the template has no arguments", "enable_thinking", "none"),
-    ),
+    "enable_thinking_key": refused("variables of the template are the same for all rows", "enable_thinking"),
+    "enable_thinking_default": nested(_thinking),
     "train_batch_size": _batch,
     "micro_batch_size_per_gpu": only(
         lambda source: not is_dynamic(source),
@@ -179,7 +188,7 @@ DATA: Table = {
     "truncation": _truncation,
     "chat_template": refused("set data_args.template"),
     "custom_cls": keys("path name", refused("custom code that makes rows")),
-    "apply_chat_template_kwargs": refused("the template has no arguments", {}),
+    "apply_chat_template_kwargs": if_on(nested(_template_arguments)),
     "tokenizer": refused("the model's own is used"),
     **keys(
         "balance_dp_token pad_mode use_shm num_workers ignore_input_ids_mismatch return_raw_input_ids return_raw_chat",

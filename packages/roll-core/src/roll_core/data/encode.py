@@ -101,7 +101,10 @@ class Encoder:
         """`chats`: True if the rows have roles. Default: as `data` says."""
         self.tokenizer, self._data = tokenizer, data
         self.template: Template = load_template(
-            data.template, tokenizer, chats=are_chats(data) if chats is None else chats
+            data.template,
+            tokenizer,
+            chats=are_chats(data) if chats is None else chats,
+            arguments=data.chat_template_kwargs,
         )
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, which ends each response: set its eos_token")

@@ -38,15 +38,26 @@ class Segment:
     """True if the end-of-sequence token follows, which the model must write to end its turn."""
 
 
-def load_template(name: str, tokenizer: PreTrainedTokenizerBase, *, chats: bool = False) -> Template:
-    """Load the template named by `data_args.template`.
+def load_template(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chats: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Template:
+    """Load the template named by `data_args.template`, with the variables `arguments` of a Jinja template.
 
-    Raises `DataError` for an unknown name, for a tokenizer without the template's tokens, and for `native` with `chats`
-    if the tokenizer has no chat template.
+    Raises `DataError` for an unknown name, for a tokenizer without the template's tokens, for `native` with `chats` if
+    the tokenizer has no chat template, and for `arguments` that the template does not read.
     """
+    if name == "native" and tokenizer.chat_template:
+        return JinjaTemplate(tokenizer, arguments)
+    if arguments:
+        raise DataError(
+            f"chat_template_kwargs has {', '.join(arguments)}, but the tokenizer has no chat template that"
+            " could read it: remove it, or choose a tokenizer with a chat template"
+        )
     if name == "native":
-        if tokenizer.chat_template:
-            return JinjaTemplate(tokenizer)
         if chats:
             raise DataError(
                 "the rows are chats (data_args.messages or data_args.system), but the tokenizer has no chat template:"
@@ -241,8 +252,18 @@ def date_of(tokenizer: PreTrainedTokenizerBase) -> datetime | None:
 class JinjaTemplate:
     """Template stored in the tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> None:
+        """`arguments` are variables of the template, such as `enable_thinking`.
+
+        Raises `DataError` if the template reads one of them nowhere.
+        """
+        self.tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        text = str(tokenizer.chat_template)
+        if unread := [name for name in self._arguments if not re.search(rf"\b{re.escape(name)}\b", text)]:
+            raise DataError(
+                f"chat_template_kwargs has {', '.join(unread)}, which the tokenizer's chat template does not"
+                " read: remove it, or correct the name"
+            )
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         marks = [tokenizer.eos_token, *tokenizer.all_special_tokens, *(str(token) for token in added if token.special)]
         self.marks = tuple(dict.fromkeys(str(token) for token in marks if token))
@@ -426,6 +447,7 @@ class JinjaTemplate:
             tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **self._arguments,
             **self._dated(tools),
         )
         has_calls = any(message.get("tool_calls") for message in messages)

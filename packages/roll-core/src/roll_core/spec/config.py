@@ -16,6 +16,7 @@ from os.path import expanduser
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -442,6 +443,34 @@ class TrainingArguments(Config):
 OF_IMAGES = Needs("reads_images", remedy="set images, the column with the images")
 
 
+RENDERER_ARGUMENTS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "processor_kwargs",
+    }
+)
+"""Parameters of transformers' `apply_chat_template`, and variables that it sets."""
+
+
+def _of_the_template(value: dict[str, Any]) -> dict[str, Any]:
+    if reserved := RENDERER_ARGUMENTS & value.keys():
+        raise ValueError(f"found {min(reserved)}, which each rendering sets: only variables of the template itself")
+    return value
+
+
 class DataArguments(Config):
     """`data_args`: data files, and the meaning of their columns."""
 
@@ -491,6 +520,11 @@ class DataArguments(Config):
     template: Literal["native", "plain", "chatml", "qwen", "llama3"] = "native"
     """Chat template. `native`: the tokenizer's own; if it has none, prompts are used as they are and chats are an
     error. Otherwise a name from the docs. A named template is exported with the tokenizer."""
+    chat_template_kwargs: Annotated[
+        dict[str, Any], AfterValidator(_of_the_template), Needs("template", values=frozenset({"native"}), strict=True)
+    ] = {}
+    """Variables of the tokenizer's chat template, for example `enable_thinking: false`. Every rendering has them:
+    rows, conversations with environments, and requests of agents."""
     domain_interleave_probs: dict[str, NonNegativeFloat] = {}
     """Fraction of each domain in a batch, by tag or by the key in `rewards` that scores its tags. Default: the
     fractions in the data. Remainders carry over: a domain with half a prompt per batch is in every second batch."""
@@ -813,6 +847,8 @@ class EngineRewardConfig(RoleRewardConfig):
 
     strategy_args: StrategyArguments
     """How the model generates: an infer strategy."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_of_the_template)] = {}
+    """Variables of the model's chat template, for example `enable_thinking: false`."""
 
     @property
     def num_replies(self) -> int:

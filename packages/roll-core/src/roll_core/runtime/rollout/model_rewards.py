@@ -287,7 +287,8 @@ def reply_encoder(
         raise ConfigError([ConfigProblem(where=name, key=key, message=message, hint=CHAT_HINT, code="ROLL-C041")])
     if (date := date_of(tokenizer)) is not None:
         set_date(model_tokenizer, date)
-    return Encoder(model_tokenizer, DataArguments(), chats=True)
+    data = DataArguments(chat_template_kwargs=config.chat_template_kwargs)
+    return Encoder(model_tokenizer, data, chats=True)
 
 
 class EngineRewardRole:
