@@ -71,10 +71,12 @@ def init(words: Sequence[str], registry: Registry) -> int:
 
 def doctor(words: Sequence[str], registry: Registry) -> int:
     """Check this machine, its software and its devices, and what a config needs of them."""
+    if words[:1] == ["mismatch"]:
+        return _mismatch(words[1:], registry)
     parser = command_parser(
         "doctor",
         "Check this machine, its software and its devices, and what a config needs of them. Changes nothing. The exit"
-        " code is 1 if there is an error.",
+        " code is 1 if there is an error. `roll-core doctor mismatch` examines why engine and trainer disagree.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     configs, overrides, options = parse_configs(parser, words)
@@ -83,6 +85,33 @@ def doctor(words: Sequence[str], registry: Registry) -> int:
     from roll_tools.doctor import show_findings
 
     return show_findings(configs[0] if configs else None, overrides, registry, as_json=options.json)
+
+
+def _mismatch(words: Sequence[str], registry: Registry) -> int:
+    parser = command_parser(
+        "doctor mismatch",
+        "Name the causes why engine and trainer give the same tokens different logprobs. Of a run: from its recorded"
+        " logprobs, without a model. Of a config: builds both and measures. The exit code is 1 if the gap exceeds the"
+        " threshold.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--step", metavar="N", type=_count, help="step of the run (default: the last recorded one)")
+    parser.add_argument(
+        "--threshold", metavar="NATS", type=_amount, help="largest accepted gap (default: the noise of the dtypes)"
+    )
+    sources, overrides, options = parse_configs(parser, words)
+    if len(sources) != 1:
+        parser.error("expected one config, or one run")
+    from roll_tools.mismatch import show_mismatch
+
+    return show_mismatch(
+        sources[0],
+        overrides,
+        registry,
+        step=options.step,
+        threshold=options.threshold,
+        as_json=options.json,
+    )
 
 
 def audit(words: Sequence[str], registry: Registry) -> int:

@@ -41,6 +41,7 @@ commands of roll-tools, which `pip install 'roll-core[train]'` brings:
   init [KIND] [DIR]                 write a first run: config, data and reward to edit
   plan CONFIG [key=value ...]       show the placement and memory of each role, and whether the run fits
   doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
+  doctor mismatch RUN               name the cause why trainer and engine disagree
   audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
   checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers

@@ -17,6 +17,7 @@ import torch
 from roll_core.algorithms.correction import importance_weights, inside, normalise_weights, off_policy_mask
 from roll_core.data.pack import sample_of
 from roll_core.data.rollouts import rows, sequences_of
+from roll_core.runtime.records.mismatch import LogprobRow
 from roll_core.spec.algorithms import AdvantageInput, RolloutTurns
 from roll_core.types import Group, Reward
 
@@ -389,11 +390,31 @@ def logprob_gaps(experience: Experience, version: int) -> tuple[float | None, fl
 
 def _of_one_version(sample: Sample, version: int) -> list[npt.NDArray[np.bool_]]:
     """For each row of a sample, `[L]`: True up to the first token that weights of another version sampled."""
+    return [np.logical_and.accumulate((row == version) | (row < 0)) for row in _versions(sample)]
+
+
+def _versions(sample: Sample) -> list[npt.NDArray[np.int32]]:
+    """For each row of a sample, `[L]`: version of each token; -1 for tokens that the policy did not sample."""
     if sample.rollout is not None:
-        masks = [(row.versions == version) | (row.versions < 0) for row in rows(sample.rollout)]
-    else:
-        masks = [np.concatenate([np.ones(len(sample.prompt_ids), dtype=np.bool_), sample.versions == version])]
-    return [np.logical_and.accumulate(mask) for mask in masks]
+        return [row.versions for row in rows(sample.rollout)]
+    return [np.concatenate([np.full(len(sample.prompt_ids), -1, dtype=np.int32), sample.versions])]
+
+
+def logprob_rows(experience: Experience) -> tuple[LogprobRow, ...]:
+    """Rows with the logprobs of both sides; empty if one side has none."""
+    old_T, behaviour_T = experience.flat("old_logprobs"), experience.flat("behaviour_logprobs")
+    if old_T is None or behaviour_T is None:
+        return ()
+    columns = (
+        experience.split(experience.mask_T),
+        [row for sample in experience.samples for row in _versions(sample)],
+        experience.split(behaviour_T),
+        experience.split(old_T),
+    )
+    return tuple(
+        LogprobRow(tokens=row.tokens, sampled=sampled, versions=versions, engine=engine, trainer=trainer)
+        for row, sampled, versions, engine, trainer in zip(experience.rows, *columns, strict=True)
+    )
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -32,6 +32,7 @@ from roll_core.algorithms.kl import KLController, approx_kl, mean_kl
 from roll_core.algorithms.losses import CrossEntropy, ValueObjective, policy_objective
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, soft_overlong_penalty
+from roll_core.data.processor import processor_of
 from roll_core.pipelines.best_of_k import best_of_k_metrics
 from roll_core.pipelines.config import sequences_per_step
 from roll_core.pipelines.experience import (
@@ -39,11 +40,13 @@ from roll_core.pipelines.experience import (
     component_metrics,
     correct,
     logprob_gaps,
+    logprob_rows,
     sample_metrics,
     scores_of,
     without_experts,
 )
 from roll_core.pipelines.prompt_order import domains
+from roll_core.runtime.records.mismatch import NOISE, SAMPLING, LogprobBatch, command, write_logprobs
 from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.spec.algorithms import AdvantageEstimator, PolicyLossParams, bind_options
@@ -338,7 +341,8 @@ class ScorePolicy:
             gap, lag = logprob_gaps(experience, run.infer_role("actor_infer").weight_version)
             run.log({"actor/logprob_gap": gap} if gap is not None else {})
             run.log({"actor/logprob_lag": lag} if lag is not None else {})
-            check_gap(run, config, gap)
+            hint = record_logprobs(run, config, experience, gap)
+            check_gap(run, config, gap, hint)
         if config.stays_close:
             # A policy with adapters still contains the initial policy, so it needs no second copy.
             by_policy = config.reference is None
@@ -650,8 +654,34 @@ def shuffle_seed(run: Run, config: PolicyConfig) -> int | None:
     return stable_seed(config.seed, "optimizer steps", run.step) if config.shuffle else None
 
 
-def check_gap(run: Run, config: PolicyConfig, gap: float | None) -> None:
-    """Check that engine and trainer, with the same weights, give the sampled tokens similar logprobs."""
+def record_logprobs(run: Run, config: PolicyConfig, experience: Experience, gap: float | None) -> str:
+    """Write the logprobs of both sides if the gap is too large, or rollouts are recorded.
+
+    Returns the causes that they show and the command that examines them; empty for a gap within its bound.
+    """
+    guard = config.guards.logprob_gap
+    exceeds = guard.action != "off" and gap is not None and not gap <= guard.bound(config.actor_infer.weight_format)
+    if not exceeds and not config.record_rollouts:
+        return ""
+    params = config.actor_infer.generating_args.sampling_params(default_max_new_tokens=config.response_length)
+    processor = processor_of(run.tokenizer)
+    dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
+    batch = LogprobBatch(
+        rows=logprob_rows(experience),
+        version=run.infer_role("actor_infer").weight_version,
+        dtype=max(dtypes, key=NOISE.__getitem__),
+        sampling={name: getattr(params, name) for name in SAMPLING},
+        end_tokens=() if run.tokenizer.eos_token_id is None else (int(run.tokenizer.eos_token_id),),
+        image_tokens=() if processor is None else tuple(processor.media_token_ids),
+        step=run.step + 1,
+    )
+    write_logprobs(run.dir, batch)
+    return f"; {batch.diagnose().summary()}: {command(run.dir, batch.step)}" if exceeds else ""
+
+
+def check_gap(run: Run, config: PolicyConfig, gap: float | None, hint: str = "") -> None:
+    """Check that engine and trainer, with the same weights, give the sampled tokens similar logprobs. `hint` is
+    appended to the message."""
     if gap is None:
         return
     guard, weight_format = config.guards.logprob_gap, config.actor_infer.weight_format
@@ -661,6 +691,6 @@ def check_gap(run: Run, config: PolicyConfig, gap: float | None) -> None:
         "logprob_gap",
         gap <= threshold,
         f"step {run.step + 1}: mean |trainer's logprob - engine's logprob| of the sampled tokens is {gap:.4g},"
-        f" above the threshold of {threshold:g}",
+        f" above the threshold of {threshold:g}{hint}",
         fatal=fatal,
     )

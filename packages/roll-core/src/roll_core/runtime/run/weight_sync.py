@@ -19,7 +19,8 @@ from roll_core.errors import (
     WorkerDiedError,
 )
 from roll_core.runtime.cluster.executors.base import WorkerStub
-from roll_core.runtime.run.probe import ProbeReading, check_follows, image_prompt, logprob_probe, mean_gap
+from roll_core.runtime.records.mismatch import LogprobBatch, LogprobRow
+from roll_core.runtime.run.probe import Compared, ProbeReading, check_follows, image_prompt, logprob_probe, mean_gap
 from roll_core.runtime.run.roles import ENGINE, WEIGHTS
 from roll_core.runtime.weights.plan import SyncPlan, role_facts
 from roll_core.runtime.weights.publisher import WeightPublisher
@@ -238,6 +239,8 @@ class WeightSyncController:
                 return None
             worst = max(gaps, key=gaps.__getitem__)
             what = f"mean |logprob by {target} rank {worst} - logprob by {source}| {on}"
+            if not gaps[worst] <= bound:
+                log.warning("%s: %s", what, self._causes(target, getattr(readings[worst], part)))
             run.guards.check_at_most("logprob_probe", gaps[worst], bound, what, error_threshold=limit)
             return gaps[worst]
 
@@ -245,6 +248,22 @@ class WeightSyncController:
         check("image", "of tokens after an image", guard.bound(weight_format))
         gap = check("fixed", "on the probe tokens", guard.bound(weight_format))
         return {} if gap is None else {"weight_sync/logprob_probe": gap}
+
+    def _causes(self, target: str, compared: Sequence[Compared | None]) -> str:
+        """What the compared logprobs show, and the command that examines the rest."""
+        rows = tuple(
+            LogprobRow(
+                tokens=one.tokens,
+                sampled=np.ones(len(one.tokens), dtype=np.bool_),
+                versions=np.zeros(len(one.tokens), dtype=np.int32),
+                engine=one.engine,
+                trainer=one.trainer,
+            )
+            for one in compared
+            if one is not None
+        )
+        diagnosis = LogprobBatch(rows=rows, dtype=self._run.engine(target).config.model_args.dtype).diagnose()
+        return f"{diagnosis.summary()}; examine it with: roll-core doctor mismatch {self._run.dir / 'config.yaml'}"
 
 
 async def _self_test_failure(publisher: WeightPublisher) -> str:
