@@ -284,22 +284,33 @@ def transformers_logprobs(
 ) -> Tensor:
     """Logprob of each token by transformers alone, one row at a time, `[T]`. Default: the model in `folder`."""
     import torch
+
+    rows = []
+    for sequence in sequences:
+        logits_LV, tokens_L = transformers_logits(folder, sequence, model), torch.from_numpy(sequence.tokens)
+        logprobs_LV = torch.log_softmax(logits_LV.float() / temperature, dim=-1)
+        rows.append(torch.cat([torch.zeros(1), logprobs_LV[:-1].gather(1, tokens_L[1:, None])[:, 0]]))
+    return torch.cat(rows)
+
+
+def transformers_logits(folder: Path, sequence: TrainSequence, model: Any = None) -> Tensor:
+    """Output of a model of transformers for a row: logits `[L, V]`, or `[C]` of a sequence classifier.
+
+    Default: the language model in `folder`.
+    """
+    import torch
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
     if model is None:
         model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = processor_of(AutoTokenizer.from_pretrained(folder))
     assert processor is not None
-    rows = []
-    for sequence in sequences:
-        tokens = torch.from_numpy(sequence.tokens)[None]
-        types = (tokens == IDS[IMAGE_TOKEN]).long()
-        inputs = {name: torch.from_numpy(array) for name, array in processor.inputs(sequence.media).items()}
-        if sequence.media and model.config.model_type in ("qwen2_5_vl", "qwen3_vl"):
-            inputs["mm_token_type_ids"] = types
-        if sequence.media and model.config.model_type == "gemma3":
-            inputs["token_type_ids"] = types
-        logits = model(input_ids=tokens, use_cache=False, **inputs).logits[0]
-        logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-        rows.append(torch.cat([torch.zeros(1), logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]]))
-    return torch.cat(rows)
+    tokens = torch.from_numpy(sequence.tokens)[None]
+    types = (tokens == IDS[IMAGE_TOKEN]).long()
+    inputs = {name: torch.from_numpy(array) for name, array in processor.inputs(sequence.media).items()}
+    if sequence.media and model.config.model_type in ("qwen2_5_vl", "qwen3_vl"):
+        inputs["mm_token_type_ids"] = types
+    if sequence.media and model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = types
+    logits: Tensor = model(input_ids=tokens, use_cache=False, **inputs).logits[0]
+    return logits

@@ -379,6 +379,11 @@ def _model_class(config: PreTrainedConfig, spec: ModelSpec) -> tuple[Any, bool]:
         raise ModelError(f"task {spec.task!r} is unknown; use causal_lm, value or reward")
     if spec.task != "causal_lm" and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return AutoModelForSequenceClassification, False
+    if spec.task == "reward":
+        raise UnsupportedError(
+            f"transformers has no sequence classifier of model_type {config.model_type}, so a reward model of this type"
+            " could not be stored"
+        )
     is_mixed = _loaded_with_images(config) and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
     return AutoModelForImageTextToText if is_mixed else AutoModelForCausalLM, spec.task != "causal_lm"
 

@@ -127,7 +127,8 @@ def check_buildable(keys: Mapping[str, Any], *kinds: str) -> str | None:
         return None
     close = difflib.get_close_matches(model_type, known, 1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    problem = f"{facts.versions()} has no language model of model_type {model_type}"
+    what = "sequence classifier" if kinds == (CLASSIFIER,) else "language model"
+    problem = f"{facts.versions()} has no {what} of model_type {model_type}"
     if doubt := facts.doubt():
         return f"{problem}, but {doubt}{hint}"
     raise ValueError(problem + hint)

@@ -92,6 +92,10 @@ class HuggingFaceConfig(StrategyConfig):
         return check_lora(keys, type(self).__module__.partition(".")[0], model_args.get("lora_target"))
 
     @override
+    def check_scores(self, keys: Mapping[str, Any]) -> str | None:
+        return check_buildable(keys, CLASSIFIER)
+
+    @override
     def key_problems(self, model_type: str, overrides: Mapping[str, Any]) -> Mapping[str, str]:
         return key_problems(model_type, overrides)
 

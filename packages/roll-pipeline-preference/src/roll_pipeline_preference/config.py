@@ -252,10 +252,16 @@ class PreferenceConfig(RewardRunConfig):
         return by_term if "sft" in by_term or not WITH_SFT & by_term.keys() else by_term | {"sft": 1.0}
 
 
+class RewardTrainConfig(TrainWorkerConfig):
+    """The role `reward_train`."""
+
+    trains_scores: ClassVar[bool] = True
+
+
 class RewardModelConfig(RunConfig):
     """`pipeline: reward_model`: trains a model that scores responses, on pairs (Bradley-Terry)."""
 
-    reward_train: TrainWorkerConfig
+    reward_train: RewardTrainConfig
     """The reward model. Batch sizes count pairs. A causal language model gets a new head."""
     validation: ValidationConfig | None = None
     """Held-out pairs. Default: no validation."""

@@ -18,6 +18,7 @@ from roll_core.spec.config import (
     ModelArguments,
     RunConfig,
     StrategyConfig,
+    TrainWorkerConfig,
 )
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.model import model_keys
@@ -430,6 +431,8 @@ class StrategyCheck:
             key_path = (*source, "model_args", "model_name_or_path")
         if not self._supports(self.strategy.check_architecture, keys, key_path):
             return
+        if issubclass(self.worker, TrainWorkerConfig) and self.worker.trains_scores:
+            self._supports(self.strategy.check_scores, keys, key_path)
         if self.worker.kind == "train" and _trains_adapters(model):
             key_path = (*source, "model_args", "lora_target")
             self._supports(lambda keys: self.strategy.check_adapters(keys, model), keys, key_path)

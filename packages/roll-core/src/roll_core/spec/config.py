@@ -242,6 +242,11 @@ class StrategyConfig(Config):
         the role trains adapters (LoRA). `model_args` are the mapping as written."""
         return None
 
+    def check_scores(self, keys: Mapping[str, Any]) -> str | None:
+        """Train strategies: as `check_architecture`, for a reward model of this architecture. Called after it if the
+        role trains one."""
+        return None
+
     def key_problems(self, model_type: str, overrides: Mapping[str, Any]) -> Mapping[str, str]:
         """Mistakes in `overrides`, keys of a transformers config that the config sets, each with its reason. Called
         where `check_architecture` is."""
@@ -719,6 +724,8 @@ class TrainWorkerConfig(WorkerConfig):
     """A role whose model is trained."""
 
     kind: ClassVar[RoleKind] = "train"
+    trains_scores: ClassVar[bool] = False
+    """True for a reward model: its checkpoints are those of a sequence classifier."""
 
 
 class ScoreWorkerConfig(WorkerConfig):
