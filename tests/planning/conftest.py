@@ -17,6 +17,7 @@ from roll_core.plugins.registry import Registry
 from roll_core.spec.providers import PlatformProvider
 from roll_tools.planning import make_plan
 from roll_tools.run_plan import Plan
+from shared_tests.tiny_vision import CONFIGS
 
 MODULE = "platforms_of_these_tests"
 GIB = 2**30
@@ -95,6 +96,18 @@ def planned(loaded: Callable[..., LoadedConfig], registry: Registry) -> Callable
 
     def plan(*overrides: str, text: str = RLVR, **known: int) -> Plan:
         return make_plan(loaded(*overrides, text=text), registry, **known)
+
+    return plan
+
+
+@pytest.fixture
+def seeing(planned: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Plan with a Qwen2.5-VL of `shared_tests.tiny_vision`: 24 tokens of prompt, 8 sequences in a microbatch."""
+    model = json.dumps({"model_type": "qwen2_5_vl", **CONFIGS["qwen2_5_vl"]})
+
+    def plan(*keys: str, images: bool = True) -> Plan:
+        overrides = [f"actor_train.{key}" for key in keys] + ["actor_train.data_args.images=images"] * images
+        return planned(*overrides, text=RLVR.replace(json.dumps(MODEL), model))
 
     return plan
 

@@ -8,7 +8,9 @@ from roll_core.spec.plan import MemoryItem
 from roll_core.spec.providers import TrainProvider
 from roll_modeling.memory import MODEL_CODE_BYTES
 from roll_tools.run_plan import CONTEXT_BYTES, PROCESS_BYTES
+from roll_tools.sizes import model_size
 from roll_weight_transports import device_memory
+from shared_tests.tiny_vision import CONFIGS
 
 ACC = ("platform=acc", "executor=ray", "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]")
 
@@ -328,3 +330,36 @@ def test_amount_and_formula_have_the_same_factors():
     item = MemoryItem.of("buffers", 4, 3_000_000, 2, "in transit", less=10)
     assert (item.num_bytes, item.formula) == (5_999_990, "in transit: 4 × 3.0 M / 2")
     assert MemoryItem.of("buffers", 2, 5, less=99).num_bytes == 0
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_vision_parameters_are_loaded_and_not_trained(seeing):
+    size = model_size({"model_type": "qwen2_5_vl", **CONFIGS["qwen2_5_vl"]})
+    encoder, projector = size.vision.encoder, size.vision.projector
+    for freeze, frozen in (("[vision,projector]", encoder + projector), ("[vision]", encoder), ("[]", 0)):
+        trainer = role(seeing(f"model_args.freeze={freeze}", images=False), "actor_train")
+        assert held(trainer, "step") == 4 * size.parameters + 12 * (size.parameters - frozen)
+
+
+def test_images_take_pixels_and_the_encoders_activations(seeing):
+    keys = "model_args.disable_gradient_checkpointing=true", "infer_batch_size=8"
+    text, frozen = (role(seeing(*keys, images=images), "actor_train") for images in (False, True))
+    trained = role(seeing(*keys, "model_args.freeze=[projector]"), "actor_train")
+    patches = 8 * 24 * 4
+    pixels, layer = 4 * 3 * 2 * 14**2, 4 * (7 * 64 + 3 * 128)
+    before, after = (amounts(each, "backward", "activations") for each in (text, frozen))
+    assert after - before == patches * pixels
+    assert amounts(trained, "backward", "activations") - after == patches * 3 * layer
+    score = [amounts(each, "score", "activations", "logits") for each in (text, frozen)]
+    assert score[1] == patches * pixels + max(score[0], patches * layer)
+
+
+def test_max_pixels_bounds_the_tokens_of_images(seeing):
+    def patches(*keys):
+        (use,) = [use for use in role(seeing(*keys), "actor_infer").uses if "pixels" in use.formula]
+        return use.num_bytes // (4 * 3 * 2 * 14**2)
+
+    few = patches("data_args.max_images=2", f"data_args.max_pixels={28 * 28 * 3}")
+    assert (few, patches()) == (patches() * 6 // 24, few * 4)

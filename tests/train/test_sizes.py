@@ -4,13 +4,24 @@ import json
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+)
 
+from roll_core.data.processor import processor_of
 from roll_core.errors import ModelError
+from roll_core.spec.rollout import IMAGE
 from roll_kernels import blocked_attention
 from roll_modeling import logprobs, memory
+from roll_modeling.model import image_parts
 from roll_testing.errors import raises_error
-from roll_tools.sizes import ARCHITECTURES, model_size
+from roll_tools.sizes import ARCHITECTURES, WITH_IMAGES, model_size
+from shared_tests.tiny_vision import CONFIGS, MODEL_TYPES, picture, tiny_vision, vision_sequence
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -68,6 +79,69 @@ def test_a_config_as_transformers_writes_it_is_read(tmp_path):
     config = CONFIG_MAPPING["qwen3_moe"](**SMALL, moe_intermediate_size=24, **MIXTURE)
     config.save_pretrained(tmp_path)
     assert model_size(json.loads((tmp_path / "config.json").read_text())).parameters == made(config).num_parameters()
+
+
+QWEN2_5_VL_3B = {
+    "text_config": {
+        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 128000,
+    },
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
+    "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_VL_4B = {
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
+    },
+    "vision_config": {
+        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "tie_word_embeddings": True,
+}  # fmt: skip
+VISION = [
+    ("qwen2_5_vl", QWEN2_5_VL_3B),
+    ("qwen2_5_vl", {**QWEN2_5_VL_3B["text_config"], **QWEN2_5_VL_3B, "text_config": None}),
+    ("qwen3_vl", QWEN3_VL_4B),
+    ("qwen2_5_vl", CONFIGS["qwen2_5_vl"]),
+    ("qwen3_vl", CONFIGS["qwen3_vl"]),
+    ("qwen2_5_vl", {}),
+    ("qwen3_vl", {}),
+]
+"""As in the files of Qwen2.5-VL-3B, also in their older form without `text_config`, of Qwen3-VL-4B, and others."""
+
+
+def check_parts(size, model):
+    """The parameters of a size's parts are those of `freeze`."""
+    assert size.parameters == model.num_parameters()
+    parts = {
+        name: {parameter for module in modules for parameter in module.parameters()}
+        for name, modules in image_parts(model).items()
+    }
+    parts["vision"] -= parts["projector"]
+    for name, parameters in parts.items():
+        assert size.frozen([name]) == sum(parameter.numel() for parameter in parameters)
+
+
+@pytest.mark.parametrize(("model_type", "keys"), VISION)
+def test_vision_parameters_are_those_of_transformers(model_type, keys):
+    config = CONFIG_MAPPING[model_type](**{name: value for name, value in keys.items() if value is not None})
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    check_parts(model_size({"model_type": model_type, **keys}), model)
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in WITH_IMAGES])
+def test_vision_parameters_are_counted_by_files(tmp_path, model_type):
+    tiny_vision(tmp_path, model_type)
+    keys = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    size = model_size(keys, folder=tmp_path)
+    check_parts(size, AutoModelForImageTextToText.from_pretrained(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    image = vision_sequence(tmp_path, IMAGE, "", picture(56, 56)).media[0]
+    num_patches = processor_of(tokenizer).num_features(image) * size.vision.patches_per_token
+    assert processor_of(tokenizer).inputs([image])["pixel_values"].size == num_patches * size.vision.patch_elements
 
 
 def test_another_architecture_is_counted_by_its_files(tmp_path):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 from roll_infer_hf.config import HFInferConfig
-from roll_modeling.memory import FEWER_SEQUENCES, start_uses
+from roll_modeling.memory import FEWER_SEQUENCES, image_uses, start_uses
 
 if TYPE_CHECKING:
     from roll_core.spec.plan import Activity, MemoryInput
@@ -64,6 +64,7 @@ def engine(question: MemoryInput) -> MemoryEstimate:
     ):
         offloads = what == "kv cache"
         uses.append(MemoryItem(what=what, num_bytes=num_bytes, formula=formula, during=during, offloads=offloads))
+    uses += image_uses(question, -(-prompts // max(1, question.prompt_tokens)), "generate")
     return MemoryEstimate(uses=tuple(uses), savings=_smaller_caches(config, rows_bytes))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from roll_core.spec.plan import DTYPE_BYTES, LATER, MemoryEstimate, MemoryItem, MemorySaving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from roll_core.spec.model import LayerSize
     from roll_core.spec.plan import Activity, Memory, MemoryInput
@@ -175,7 +175,8 @@ def computation(
     pass, the result is the memory at its most expensive moment. `beside` gives a strategy's own uses at a moment: uses
     during `backward` that end with the pass.
     """
-    uses = [_scoring(question, chunk_tokens, shards)]
+    scored = -(-question.score_tokens // max(1, question.longest))
+    uses = _largest([_scoring(question, chunk_tokens, shards)], image_uses(question, scored, "score"))
     if not question.trains:
         return tuple(uses)
     model, size = question.model, DTYPE_BYTES[question.dtype]
@@ -185,12 +186,24 @@ def computation(
     moments = [
         (*_training(question, moment, fused, chunk_tokens, recomputes, shards), *beside(moment)) for moment in MOMENTS
     ]
-    uses += [use for use in max(moments, key=lambda items: sum(item.num_bytes for item in items)) if use.num_bytes]
+    largest = [use for use in max(moments, key=_total) if use.num_bytes]
+    images = image_uses(question, question.train_sequences, "backward")
+    uses += [*largest, *images] if question.trains_vision else _largest(largest, images)
     if _offloads(question):
         inputs = len(model.layers) * _rows(question, question.train_tokens, shards) * model.hidden_size
         note = "inputs of the layers"
         uses.append(MemoryItem.of("activations", size, inputs, note=note, during=("backward",), on="host"))
     return tuple(uses)
+
+
+def _total(items: Iterable[MemoryItem]) -> int:
+    return sum(item.num_bytes for item in items)
+
+
+def _largest(language: list[MemoryItem], images: Sequence[MemoryItem]) -> list[MemoryItem]:
+    """The pixels of `image_uses` with the encoder, or with the language model that runs after it."""
+    pixels, encoder = images[:1], images[1:]
+    return [*pixels, *(encoder if _total(encoder) > _total(language) else language)]
 
 
 def _training(
@@ -261,6 +274,32 @@ def _scoring(question: MemoryInput, chunk_tokens: int | None, shards: int) -> Me
         return MemoryItem(what="activations", num_bytes=live, formula=formula, during=("score",))
     formula = _head_formula(question, tokens, chunk_tokens, backward=False)
     return MemoryItem(what="logits", num_bytes=logits, formula=formula, during=("score",))
+
+
+def image_uses(question: MemoryInput, sequences: int, act: Activity) -> tuple[MemoryItem, ...]:
+    """Memory of the images of some sequences during `act`: pixels in float32 and cast, then the image encoder's.
+
+    Images are encoded before the language model runs. A frozen encoder then leaves nothing, so that its memory counts
+    only beyond that of the language model.
+    """
+    vision, size = question.model.vision, DTYPE_BYTES[question.dtype]
+    if vision is None or not question.image_tokens:
+        return ()
+    patches = sequences * question.image_tokens * vision.patches_per_token
+    # A layer's input and norm, queries, keys, values and attention, and three tensors of its feed-forward part.
+    layer = size * (7 * vision.hidden_size + 3 * vision.intermediate_size)
+    per_patch, num_layers = layer, 1
+    if question.trains_vision and act == "backward":
+        inputs = size * vision.hidden_size if question.gradient_checkpointing else layer
+        per_patch, num_layers = layer + vision.num_layers * inputs, vision.num_layers
+    pixels = vision.patch_elements * (4 + (0 if size == 4 else size))
+    parts = (pixels, "pixels"), (per_patch, f"{num_layers} layers of the encoder")
+    return tuple(
+        MemoryItem(
+            what="activations", num_bytes=patches * size, formula=f"images, {patches} patches: {part}", during=(act,)
+        )
+        for size, part in parts
+    )
 
 
 def _rows(question: MemoryInput, tokens: int, shards: int) -> int:

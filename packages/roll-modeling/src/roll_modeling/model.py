@@ -23,6 +23,7 @@ from torch import nn
 from roll_core.data.end_tokens import end_ids, stored_end_ids
 from roll_core.data.tokenizers import stored_tokenizer
 from roll_core.errors import ModelError, UnsupportedError, one_line
+from roll_core.spec.model import PROJECTORS
 from roll_modeling.model_table import LEGACY_KEYS
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PROJECTORS = ("projector", "merger", "connector", "aligner")
-"""Words in the names of modules between an image encoder and a language model."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

@@ -163,7 +163,7 @@ def _question(
         task=spec.task,
         dtype=spec.dtype,
         trains=role.kind == "train",
-        trained_parameters=0 if role.kind != "train" else (added or size.parameters),
+        trained_parameters=0 if role.kind != "train" else (added or size.parameters - size.frozen(spec.freeze)),
         averages=role.ema_decay is not None,
         added_parameters=added,
         quantized_parameters=_quantized_parameters(size, spec.lora) if role.kind == "train" else 0,
@@ -172,6 +172,8 @@ def _question(
         slot_bytes=slot_bytes,
         world_size=len(places),
         num_slots=max(1, *(len(place.slots) for place in places)),
+        image_tokens=_image_tokens(worker, config, size),
+        trains_vision=size.vision is not None and spec.lora is None and "vision" not in spec.freeze,
         **_micro_batches(role, worker, config, placement, size),
         prompt_tokens=_prompt_tokens(worker, config),
         logprob_tokens=config.response_length if placement.pipeline.one_response else None,
@@ -199,7 +201,8 @@ def _sync_buffers(
         return ()
     size = DTYPE_BYTES[config.roles()[link[1]].model_args.dtype]
     sizes = WeightSizes(
-        total_bytes=size * question.model.parameters,
+        total_bytes=size
+        * (question.model.parameters - question.model.frozen(config.roles()[link[0]].model_args.freeze)),
         largest_bytes=size * question.model.largest_matrix,
         bucket_bytes=config.model_update_buffer_size_mb << 20,
     )
@@ -216,6 +219,19 @@ def _sync_buffers(
 def _prompt_tokens(worker: WorkerConfig, config: RunConfig) -> int:
     """Tokens of the longest prompt. That of an engine reward contains the policy's prompt and response."""
     return config.prompt_length + (config.response_length if isinstance(worker, EngineRewardConfig) else 0)
+
+
+def _image_tokens(worker: WorkerConfig, config: RunConfig, size: ModelSize) -> int:
+    """Most tokens of images in a prompt: all of it, or as many as `max_images` of `max_pixels` have."""
+    most = 0
+    for data in (role.data_args for role in config.roles().values()):
+        if size.vision is None or data.images is None:
+            continue
+        tokens = _prompt_tokens(worker, config)
+        if data.max_images and data.max_pixels and size.vision.pixels_per_token:
+            tokens = min(tokens, data.max_images * -(-data.max_pixels // size.vision.pixels_per_token))
+        most = max(most, tokens)
+    return most
 
 
 def _outputs(worker: WorkerConfig, placement: Placement) -> int:

@@ -10,10 +10,11 @@ import json
 import math
 import re
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ModelError
-from roll_core.spec.model import LayerSize, Linear, ModelSize
+from roll_core.spec.model import PROJECTORS, LayerSize, Linear, ModelSize, VisionSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,6 +44,29 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": _MISTRAL | {"num_experts": 8, "num_experts_per_tok": 2},
 }  # fmt: skip
 """Defaults of transformers for missing config keys, by `model_type`. Keys with a default of 0 or False are omitted."""
+_QWEN_VISION = {
+    "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 3584,
+}  # fmt: skip
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        "qwen2",
+        {
+            "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8,
+        },
+        _QWEN_VISION | {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
+    ),
+    "qwen3_vl": (
+        "qwen3",
+        {"max_position_embeddings": 128000},
+        _QWEN_VISION
+        | {
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16,
+            "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24),
+        },
+    ),
+}  # fmt: skip
+"""Architecture of the language model, and defaults of the text and vision configs, of models with images."""
 QKV_BIAS = frozenset({"qwen2"})
 """Architectures that always have query, key and value biases. In others `attention_bias` adds biases to all four."""
 HONOURS_ATTENTION_BIAS = frozenset({"llama", "qwen3", "qwen3_moe"})
@@ -50,6 +74,7 @@ NORMED_HEADS = frozenset({"qwen3", "qwen3_moe"})
 _HEADER = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.|(?:^|\.)h\.(\d+)\.")
+_VISION = re.compile(r"(?:^|\.)(?:visual|vision_\w+|image_newline)\b")
 _READ_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -61,13 +86,19 @@ def model_size(config: Mapping[str, Any], *, task: Task = "causal_lm", folder: P
     """
     model_type = str(config.get("model_type", ""))
     nested = config.get("text_config")
+    text = {**config, **nested} if isinstance(nested, dict) else config
     if model_type in ARCHITECTURES:
         return _of_table(model_type, config, task)
+    if model_type in WITH_IMAGES:
+        language, text_defaults, vision_defaults = WITH_IMAGES[model_type]
+        text = {**text_defaults, **text, "tie_word_embeddings": config.get("tie_word_embeddings")}
+        vision = _vision_of_table({**vision_defaults, **(config.get("vision_config") or {})})
+        return replace(_of_table(language, text, task), model_type=model_type, vision=vision)
     if folder is not None and any(folder.glob("*.safetensors")):
-        return _of_files(folder, nested if isinstance(nested, dict) else config, model_type, task)
+        return _of_files(folder, text, model_type, task)
     raise ModelError(
         f"cannot compute the size of a model of type {model_type or '(none given)'}: known types are"
-        f" {', '.join(ARCHITECTURES)}; other models need local safetensors files"
+        f" {', '.join((*ARCHITECTURES, *WITH_IMAGES))}; other models need local safetensors files"
     )
 
 
@@ -92,6 +123,35 @@ def _of_table(model_type: str, config: Mapping[str, Any], task: Task) -> ModelSi
         embedding=vocab * hidden,
         head=_head(task, vocab * hidden, hidden, tied=bool(keys.get("tie_word_embeddings"))),
         final_norm=hidden,
+    )
+
+
+def _vision_of_table(keys: Mapping[str, Any]) -> VisionSize:
+    """Image encoder of Qwen2.5-VL, whose feed-forward parts are gated and norms have no bias, or of Qwen3-VL."""
+    gated, width, inner, out = (
+        "num_position_embeddings" not in keys,
+        *(keys[name] for name in ("hidden_size", "intermediate_size", "out_hidden_size")),
+    )
+    merged = keys["spatial_merge_size"] ** 2
+    patch_elements = keys["in_channels"] * keys["temporal_patch_size"] * keys["patch_size"] ** 2
+    norm = width if gated else 2 * width
+    attention = 4 * width * width + 4 * width
+    feed_forward = (3 if gated else 2) * width * inner + (2 if gated else 1) * inner + width
+    encoder = width * patch_elements + keys["depth"] * (2 * norm + attention + feed_forward)
+    two_layers = (merged * width) ** 2 + merged * width + out * merged * width + out
+    projector = norm + two_layers
+    if not gated:
+        encoder += width + keys["num_position_embeddings"] * width
+        projector += len(keys["deepstack_visual_indexes"]) * (2 * merged * width + two_layers)
+    return VisionSize(
+        encoder=encoder,
+        projector=projector,
+        num_layers=keys["depth"],
+        hidden_size=width,
+        intermediate_size=inner,
+        patch_elements=patch_elements,
+        patches_per_token=merged,
+        pixels_per_token=merged * keys["patch_size"] ** 2,
     )
 
 
@@ -151,10 +211,14 @@ def _of_files(folder: Path, config: Mapping[str, Any], model_type: str, task: Ta
     if missing:
         raise ModelError(f"{folder}: config.json has no {missing[0]}, which is required to compute activation memory")
     layers = [0] * config["num_hidden_layers"]
-    embedding = head = rest = 0
+    embedding = head = rest = encoder = projector = 0
     for name, shape in _shapes(folder):
         count, match = math.prod(shape), _LAYER.search(name)
-        if match is not None and (index := int(match[1] or match[2])) < len(layers):
+        if any(word in name for word in PROJECTORS):
+            projector += count
+        elif _VISION.search(name):
+            encoder += count
+        elif match is not None and (index := int(match[1] or match[2])) < len(layers):
             layers[index] += count
         elif name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
             embedding += count
@@ -178,6 +242,33 @@ def _of_files(folder: Path, config: Mapping[str, Any], model_type: str, task: Ta
         embedding=embedding,
         head=head if task == "causal_lm" else hidden,
         final_norm=rest,
+        vision=_vision_of_config(config, encoder, projector) if encoder else None,
+    )
+
+
+def _vision_of_config(config: Mapping[str, Any], encoder: int, projector: int) -> VisionSize:
+    """Widths of an image encoder as far as its config has them; 0 for others."""
+    keys = config.get("vision_config") or {}
+
+    def number(*names: str) -> int:
+        values = (keys[name] for name in names if keys.get(name))
+        value = next(values, 0)
+        return int(value[0] if isinstance(value, (list, tuple)) else value)  # a height and a width
+
+    width, patch, image = number("hidden_size", "embed_dim"), number("patch_size"), number("image_size")
+    merged = (number("spatial_merge_size") or config.get("spatial_merge_size") or 1) ** 2
+    if config.get("downsample_ratio"):
+        merged = round(config["downsample_ratio"] ** -2)
+    elif config.get("mm_tokens_per_image") and patch:
+        merged = (image // patch) ** 2 // config["mm_tokens_per_image"]
+    return VisionSize(
+        encoder=encoder,
+        projector=projector,
+        num_layers=number("num_hidden_layers", "depth"),
+        hidden_size=width,
+        intermediate_size=number("intermediate_size") or 4 * width,
+        patch_elements=3 * patch**2,
+        patches_per_token=merged,
     )
 
 

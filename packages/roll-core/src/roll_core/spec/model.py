@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from roll_core.spec.providers import Task
 
@@ -205,6 +205,10 @@ def reward_model_problem(keys: Mapping[str, Any]) -> str:
     return ""
 
 
+PROJECTORS = ("projector", "merger", "connector", "aligner")
+"""Words in the names of modules between an image encoder and a language model."""
+
+
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +238,25 @@ class LayerSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSize:
+    """Sizes of a model's image encoder, and of the projector between it and the language model."""
+
+    encoder: int
+    """Parameters of the encoder, without those of the projector."""
+    projector: int
+    """Parameters of the projector."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    patch_elements: int
+    """Numbers of the encoder's input per patch."""
+    patches_per_token: int
+    """Patches that become one token of the language model."""
+    pixels_per_token: int = 0
+    """Pixels that become one token; 0 if every image is resized to the same size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
     """Sizes of a causal language model, or of one with a scalar head."""
 
@@ -253,11 +276,20 @@ class ModelSize:
     head: int
     """Parameters of the output layer; 0 if it is tied to the embedding."""
     final_norm: int
+    vision: VisionSize | None = None
+    """None for a model of text."""
 
     @property
     def parameters(self) -> int:
         """Number of parameters; tied ones count once."""
-        return self.embedding + self.head + self.final_norm + sum(layer.parameters for layer in self.layers)
+        vision = 0 if self.vision is None else self.vision.encoder + self.vision.projector
+        language = sum(layer.parameters for layer in self.layers)
+        return self.embedding + self.head + self.final_norm + language + vision
+
+    def frozen(self, parts: Sequence[str]) -> int:
+        """Parameters of the `parts` of `ModelSpec.freeze`."""
+        vision = self.vision
+        return 0 if vision is None else vision.encoder * ("vision" in parts) + vision.projector * ("projector" in parts)
 
     @property
     def largest_matrix(self) -> int:

@@ -130,6 +130,10 @@ class MemoryInput:
     """Tokens of the longest sequence, prompt and response together."""
     prompt_tokens: int = 0
     """Tokens of the longest prompt."""
+    image_tokens: int = 0
+    """Tokens of images in the longest prompt; 0 if no rows have images."""
+    trains_vision: bool = False
+    """True if the image encoder is trained."""
     logprob_tokens: int | None = None
     """Tokens of the longest sequence whose logprobs are computed; None for all."""
     outputs: int = 0
