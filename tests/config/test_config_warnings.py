@@ -8,7 +8,7 @@ from roll_core.api import prepare
 from roll_core.cli import main as cli
 from roll_core.config import load
 from roll_core.errors import ConfigError
-from roll_core.plugins.registry import Registry
+from roll_core.plugins.registry import Registry, load_registry
 from roll_testing.errors import mentions, raises_error
 from shared_tests.hf_plugins import hf_plugins
 
@@ -285,7 +285,7 @@ def test_a_run_reads_what_an_earlier_run_of_the_command_writes(folder):
     first, second = folder / "first.yaml", folder / "second.yaml"
     first.write_text(CONFIG + "output_dir: out\nexp_name: taught\n")
     second.write_text(CONFIG + "pretrain: out/taught/latest/export\noutput_dir: out\nexp_name: after\n")
-    _, (_, after) = prepare([first, second], [], (), files=False)
+    _, after = prepare([first, second], [], load_registry(), files=False)
     assert after.config.pretrain == "out/taught/latest/export"
-    _, (alone,) = prepare([second], [], (), files=False)
+    (alone,) = prepare([second], [], load_registry(), files=False)
     assert alone.config.pretrain == str(folder / "out/taught/001/export")

@@ -26,6 +26,7 @@ from roll_core.errors import ContractError, DataError, PluginLoadError
 from roll_core.pipelines.experience import sample_metrics
 from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, group_filter, mean_counts
 from roll_core.pipelines.rlvr import PolicyPipeline
+from roll_core.pipelines.score_metrics import ScoredResponse, score_metrics
 from roll_core.pipelines.stages import (
     CollectRollouts,
     PolicyStages,
@@ -35,7 +36,6 @@ from roll_core.pipelines.stages import (
     UpdatePolicy,
     policy_masks,
     rollout_plan,
-    score_metrics,
 )
 from roll_core.spec.environment import Environment
 from roll_core.spec.pipeline import batch_counts
@@ -272,7 +272,9 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig]):
         run.log_samples(samples, split="val")
         self._host_metrics()  # those of a step do not contain the evaluation
         metrics = episode_metrics(samples, self.with_success)
-        return score_metrics(samples) | {f"val/{name}": value for name, value in metrics.items()}
+        return score_metrics([ScoredResponse.of(sample) for sample in samples]) | {
+            f"val/{name}": value for name, value in metrics.items()
+        }
 
     @override
     async def close(self) -> None:

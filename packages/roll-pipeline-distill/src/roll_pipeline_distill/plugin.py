@@ -22,5 +22,6 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         config="roll_pipeline_distill.config:DistillConfig",
         plan="roll_pipeline_distill.plans:distill",
         starter="roll_pipeline_distill.starters:distill",
+        evaluation="evaluate",
         summary="Distillation of a teacher, on-policy or on a data set: GKD, MiniLLM, DistiLLM, on-policy distillation",
     )

@@ -134,6 +134,46 @@ def audit(words: Sequence[str], registry: Registry) -> int:
     )
 
 
+def evaluate(words: Sequence[str], registry: Registry) -> int:
+    """Score models on held-out prompts. Several models are compared on one page."""
+    parser = command_parser(
+        "eval",
+        "Score models on the held-out prompts of a config: one of pipeline evaluate, or of a training run with"
+        " validation. Each model has a run of its own. Several are compared on one page, with paired differences.",
+    )
+    parser.epilog = "example: roll-core eval output/grpo/latest Qwen/Qwen3-8B grpo.yaml"
+    parser.add_argument(
+        "words", metavar="MODEL | CONFIG | key=value", nargs="*",
+        help="models (directory, hub id, run or checkpoint), one config, and overrides of its keys",
+    )  # fmt: skip
+    parser.add_argument("--no-files", action="store_true", help="do not check models, rows and reward functions")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, help="page that compares several models (default: comparison.html)"
+    )
+    options = parser.parse_intermixed_args(words)
+    configs = [Path(word) for word in options.words if Path(word).is_file()]
+    others = [word for word in options.words if not Path(word).is_file()]
+    overrides = [word for word in others if "=" in word or word.startswith("~")]
+    models = [word for word in others if word not in overrides]
+    if len(configs) != 1 or not models:
+        parser.error("expected at least one model, and one config file")
+    if options.out and len(models) == 1:
+        parser.error("-o only with several models: the report of one is in the directory of its run")
+    from roll_core.cli.main import stop_signals
+
+    with stop_signals():
+        from roll_core.cli.run import run_loaded
+        from roll_tools.evaluation import evaluations
+
+        results = run_loaded(evaluations(models, configs[0], overrides, registry, files=not options.no_files), registry)
+    if len(results) > 1:
+        from roll_tools.comparison import write_comparison
+
+        page = write_comparison([result.run_dir for result in results], options.out or Path("comparison.html"))
+        sys.stdout.write(f"{page}\n")
+    return results[-1].exit_code
+
+
 def _place(text: str) -> Path | str:
     """A path, or the URL of a checkpoint store."""
     return text if "://" in text else Path(text)

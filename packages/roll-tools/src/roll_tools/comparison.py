@@ -17,6 +17,7 @@ from roll_core.runtime.records.tracking import is_lower_better
 from roll_tools import tables
 from roll_tools.charts import figure
 from roll_tools.curves import KEY_CURVES, is_rounding, points
+from roll_tools.evaluation import run_scores, score_differences
 from roll_tools.rendering import TONES, overlay_json, template
 from roll_tools.saved_record import SavedRecord, config_hash, read_state, readable_metrics
 
@@ -101,6 +102,8 @@ def write_comparison(runs: Sequence[RunDir], path: Path) -> Path:
     drawn = [name for name in others if not name.endswith(("/min", "/max")) and _changes(compared, name)]
     html = template("comparison.html.j2").render(
         runs=compared,
+        scores=run_scores({run.label: run.metrics for run in compared}),
+        differences_of_scores=score_differences(dict(zip([run.label for run in compared], runs, strict=True))),
         key_rows=[_metric_row(compared, name) for name in key],
         other_rows=[_metric_row(compared, name) for name in names if name not in key],
         key_charts=overlay_json([run.label for run in compared], [(name, _lines(compared, name)) for name in key]),

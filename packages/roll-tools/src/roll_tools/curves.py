@@ -31,6 +31,8 @@ ROUNDING = {
 }
 """Metrics that are not shown first if no absolute value exceeds this: 0 but for rounding."""
 
+BANDS = (("ci_low", "ci_high"), ("min", "max"))
+"""Last parts of the names of bounds around a mean. The first pair that a metric has is its band."""
 WEIGHTS = "Weight sync"
 SECTIONS = {
     "val": "Held-out data",
@@ -89,17 +91,18 @@ def charts_of(metrics: Sequence[Mapping[str, float]]) -> tuple[list[Chart], list
 
 
 def _series(metrics: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Series]:
-    """Series by metric name. `/min` with `/max` become the band around their mean, not separate curves."""
+    """Series by metric name. A pair of `BANDS` becomes the band around its mean, not separate curves."""
     known = set(names)
     series = {}
     for name in names:
         base, _, kind = name.rpartition("/")
         with_mean = f"{base}/mean" in known or base in known
-        if kind in ("min", "max") and with_mean and {f"{base}/min", f"{base}/max"} <= known:
+        if with_mean and any(kind in pair and {f"{base}/{bound}" for bound in pair} <= known for pair in BANDS):
             continue
         base = base if kind == "mean" else name
-        low, high = f"{base}/min", f"{base}/max"
-        both = low in known and high in known
+        bands = ((f"{base}/{low}", f"{base}/{high}") for low, high in BANDS)
+        low, high = next((pair for pair in bands if known.issuperset(pair)), ("", ""))
+        both = bool(low)
         series[name] = Series(
             name=name,
             points=points(metrics, name),

@@ -49,7 +49,7 @@ NAMED_ROWS = 20
 """Maximum number of rows that a finding names."""
 RECORDED_S = 0.5
 """Seconds for the audit of a run's rows at its start."""
-PIPELINES = {"sft": True, "rlvr": False, "agentic": False}
+PIPELINES = {"sft": True, "rlvr": False, "agentic": False, "evaluate": False}
 """Pipelines whose data are audited, and True if their rows are training sequences."""
 Level = Literal["ok", "note", "warning", "error"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -485,6 +485,8 @@ def audit_run(
     multi_turn = bool(getattr(config, "multi_turn", False))
     role = config.policy_role or next(iter(config.roles()))
     template, model = config.roles()[role].data_args, config.roles()[role].model_args
+    if config.pipeline == "evaluate":
+        template = next(source for _, source in sources(config))
     path = model.path(config.pretrain)
     model_ends = saved_end_ids(path, model.model_config_kwargs) if path else ()
     if multi_turn or is_chat_data(template, tokenizer):

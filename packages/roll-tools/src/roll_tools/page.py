@@ -24,6 +24,7 @@ from roll_core.runtime.records.run_files import read_lines, safe
 from roll_core.runtime.records.tracking import read_metrics
 from roll_tools import domains, tables
 from roll_tools.curves import WEIGHTS, charts_of
+from roll_tools.evaluation import tag_scores
 from roll_tools.rendering import TONES, for_script, template
 from roll_tools.saved_record import SavedRecord, is_abandoned, read_findings, read_memory
 
@@ -65,6 +66,7 @@ def write_report(run: Path) -> Path:
         facts=list(tables.facts_of(record)),
         tiles=tables.tiles_of(record, metrics),
         key_charts=key_charts,
+        scores=tag_scores(metrics),
         domains=domains.by_domain(metrics),
         turns=domains.by_turn(metrics),
         sections=[section for section in sections if section.title != WEIGHTS],

@@ -24,6 +24,7 @@ def roll_commands() -> Iterator[CommandProvider]:
         ("plan", "Show the placement and memory of each role, and whether the run fits"),
         ("doctor", "Check this machine and its software, and suggest fixes"),
         ("audit", "Check rows, tokenizer and chat template, and show which tokens are trained"),
+        ("eval", "Score models on held-out prompts, and compare them"),
         ("checkpoint", "List or verify checkpoints, or write one as a directory for transformers"),
         ("envs", "List environments, or play an episode of one in the terminal"),
         ("runs", "List runs with state, step, score, config hash and age"),
@@ -31,7 +32,9 @@ def roll_commands() -> Iterator[CommandProvider]:
         ("push", "Upload the model of a run to the Hugging Face Hub, with a model card"),
         ("report", "Write report.html of a run again, or a page that compares several runs"),
     ):
-        yield CommandProvider(name=name, target=f"roll_tools.commands:{name}", summary=summary)
+        yield CommandProvider(
+            name=name, target=f"roll_tools.commands:{name.replace('eval', 'evaluate')}", summary=summary
+        )
 
 
 @hookimpl

@@ -51,8 +51,9 @@ def run(
     as a note.
     """
     check_callbacks(callbacks)
+    registry = load_registry(disabled_plugins)
     with overrides_located():
-        registry, (loaded,) = prepare([config], overrides, disabled_plugins, files=files)
+        (loaded,) = prepare([config], overrides, registry, files=files)
     where = str(config) if isinstance(config, (str, os.PathLike)) else "config"
     from roll_core.runtime.run.loop import execute  # takes seconds; `prepare` reports mistakes first
 
@@ -84,14 +85,13 @@ def check(
 
 
 def prepare(
-    configs: Sequence[ConfigSource], overrides: Overrides, disabled_plugins: Sequence[str], *, files: bool
-) -> tuple[Registry, list[LoadedConfig]]:
-    """Load plugins and configs of runs to be started in order, and check all of them before the first one starts."""
+    configs: Sequence[ConfigSource], overrides: Overrides, registry: Registry, *, files: bool
+) -> list[LoadedConfig]:
+    """Load configs of runs to be started in order, and check all of them before the first one starts."""
     from roll_core import openmp
     from roll_core.plugins.requirements import check_extra
 
     os.environ.update(openmp.environment(os.environ))  # OpenMP reads these when torch is loaded
-    registry = load_registry(disabled_plugins)
     further = FileCheck() if files else None
     loaded: list[LoadedConfig] = []
     for config in configs:
@@ -99,7 +99,7 @@ def prepare(
         with override_of(config, configs):
             loaded.append(load(config, overrides, registry, further, needs=True, written=written))
     check_extra("train", what="a run")
-    return registry, loaded
+    return loaded
 
 
 # -- overrides ---------------------------------------------------------------------------------------------------------

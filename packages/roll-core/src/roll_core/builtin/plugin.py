@@ -32,13 +32,14 @@ def roll_platforms() -> Iterator[PlatformProvider]:
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    """Supervised fine-tuning and reinforcement learning."""
+    """Supervised fine-tuning, reinforcement learning and evaluation."""
     yield PipelineProvider(
         name="sft",
         target="roll_core.pipelines.sft:SFTPipeline",
         config="roll_core.pipelines.config:SFTConfig",
         plan="roll_core.pipelines.plans:sft",
         starter="roll_core.pipelines.starters:sft",
+        evaluation="evaluate",
         summary="Supervised fine-tuning on prompts and responses, or chats",
     )
     yield PipelineProvider(
@@ -47,7 +48,15 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         config="roll_core.pipelines.config:RLVRConfig",
         plan="roll_core.pipelines.plans:rlvr",
         starter="roll_core.pipelines.starters:rlvr",
+        evaluation="evaluate",
         summary="Reinforcement learning with verifiable rewards: GRPO, PPO, REINFORCE, RLOO",
+    )
+    yield PipelineProvider(
+        name="evaluate",
+        target="roll_core.pipelines.evaluate:EvaluatePipeline",
+        config="roll_core.pipelines.config:EvaluateConfig",
+        plan="roll_core.pipelines.plans:evaluate",
+        summary="Scores of a model on held-out prompts, without training: pass@k, maj@k, confidence intervals",
     )
 
 

@@ -19,7 +19,7 @@ from roll_core.cli.arguments import add_disable_plugin, command_parser, parse_co
 from roll_core.errors import RollError, RunInterruptedError, RunPreemptedError, UnknownProviderError, closest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from typing import NoReturn
 
@@ -42,6 +42,7 @@ commands of roll-tools, which `pip install 'roll-core[train]'` brings:
   plan CONFIG [key=value ...]       show the placement and memory of each role, and whether the run fits
   doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
   doctor mismatch RUN               name the cause why trainer and engine disagree
+  eval MODEL... CONFIG [key=value]  score models on held-out prompts, side by side
   audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
   checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers
@@ -153,16 +154,10 @@ def _run(words: list[str]) -> int:
         "run", "Run one config after the other. A later run may start from the model of an earlier one."
     )
     configs, overrides, disabled, files = _configs(parser, words)
-    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, _on_stop_signal)}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, _on_stop_signal)
-    try:
+    with stop_signals():
         from roll_core.cli.run import run_configs
 
         return run_configs(configs, overrides, disabled, files=files)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _check(words: list[str]) -> int:
@@ -247,6 +242,19 @@ class _TerminatedError(KeyboardInterrupt):
     """A stop signal arrived before the run handles it. Not an `Exception`, so that no imported module swallows it."""
 
     exit_code = RunPreemptedError.exit_code
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[None]:
+    """End the command with the exit code of a stopped run if SIGTERM or SIGHUP arrives before a run handles them."""
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, _on_stop_signal)}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, _on_stop_signal)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _on_stop_signal(number: int, frame: object) -> None:

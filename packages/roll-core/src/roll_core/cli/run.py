@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from roll_core.config import LoadedConfig
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.run.loop import RunResult
 
 
 def run_configs(
@@ -29,24 +31,33 @@ def run_configs(
     With `files`, the check includes the models, rows and reward code that configs name. Returns the exit code: 0 only
     if every run completed the requested steps.
     """
+    registry = load_registry(disabled_plugins)
+    results = run_loaded(prepare(configs, overrides, registry, files=files), registry)
+    return results[-1].exit_code
+
+
+def run_loaded(configs: Sequence[LoadedConfig], registry: Registry) -> list[RunResult]:
+    """Run checked configs in order; the first failure ends the sequence. Returns the results of the runs that began.
+
+    The traceback of an error without advice goes to stderr.
+    """
     import traceback
 
     from roll_core.config.secrets import Redactor
-
-    registry, loaded = prepare(configs, overrides, disabled_plugins, files=files)
     from roll_core.runtime.records.ledger import process_age_s
     from roll_core.runtime.run.loop import execute
 
-    before_s = process_age_s()
-    for config in loaded:
+    results: list[RunResult] = []
+    for config in configs:
+        before_s = 0.0 if results else process_age_s()
         result = execute(config, registry, argv=sys.argv, before_s=before_s)
-        before_s = 0.0
+        results.append(result)
         if result.error is not None:
             if not result.advice and not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):
                 redactor = Redactor.of(os.environ, config.config.model_dump(mode="json"))
                 sys.stderr.write(redactor.text("".join(traceback.format_exception(result.error))))
-            return result.exit_code
-    return 0
+            break
+    return results
 
 
 def check_configs(

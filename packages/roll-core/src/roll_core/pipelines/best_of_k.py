@@ -1,4 +1,4 @@
-"""Unbiased estimates of the metrics of several responses per prompt: pass@k, best@k and maj@k."""
+"""Unbiased estimates of the best and of the majority vote of k responses (arXiv:2107.03374)."""
 
 from __future__ import annotations
 
@@ -11,46 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from roll_core.types import Reward, Sample
-
-
-def best_of_k_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`pass@k`, `best@k` and `maj@k` for k = 2, 4, 8, … and the number of responses to a prompt, mean over prompts.
-
-    Each is the expected value over all subsets of k of the prompt's responses, which is unbiased (arXiv:2107.03374):
-
-    * `pass@k`: the probability that one of them is correct, which means a reward of at least 1.
-    * `best@k`: the highest reward.
-    * `maj@k`: the reward of the most frequent answer; of several, each wins with equal probability. Only if rewards
-      have a text `answer` in their detail, as `math_rule` has. No answer counts as one. Answers are compared as texts.
-
-    Failed rewards do not count; a prompt with fewer than k rewards is left out of the metrics of k.
-    """
-    groups: defaultdict[tuple[str, str], list[Reward]] = defaultdict(list)
-    for sample in samples:
-        if sample.reward is not None and sample.reward.value is not None:
-            groups[sample.group_id, sample.player].append(sample.reward)
-    most = max((len(rewards) for rewards in groups.values()), default=0)
-    metrics: dict[str, float] = {}
-    for k in sorted({most, *(2**power for power in range(1, most.bit_length()))} - {0, 1}):
-        rewards = [group for group in groups.values() if len(group) >= k]
-        scores = [sorted(reward.value or 0.0 for reward in group) for group in rewards]
-        metrics[f"pass@{k}"] = statistics.fmean(
-            best_of_k([float(score >= 1) for score in group_scores], k) for group_scores in scores
-        )
-        metrics[f"best@{k}"] = statistics.fmean(best_of_k(group_scores, k) for group_scores in scores)
-        answered = [[(_answer_of(reward), reward.value or 0.0) for reward in group] for group in rewards]
-        if any(answer for group in answered for answer, _ in group):
-            metrics[f"maj@{k}"] = statistics.fmean(majority_of_k(group, k) for group in answered)
-    return metrics
-
-
-def _answer_of(reward: Reward) -> str:
-    """The answer that the reward extracted, empty if there is none: the text `answer` of its detail, or of a part of a
-    composite."""
-    texts = (text for name, text in reward.detail.items() if name.rpartition("/")[2] == "answer")
-    return next((text for text in texts if isinstance(text, str)), "")
 
 
 def best_of_k(scores: Sequence[float], k: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 from typing_extensions import override
@@ -28,11 +28,15 @@ from roll_core.pipelines.keys import (
 )
 from roll_core.spec.config import (
     Config,
+    GeneratingArguments,
     InferWorkerConfig,
+    NonNegativeInt,
+    PositiveInt,
     RewardKeys,
     RewardRunConfig,
     RunConfig,
     TrainWorkerConfig,
+    ValidationConfig,
     WorkerConfig,
 )
 from roll_core.spec.providers import PolicyLossProvider
@@ -557,3 +561,47 @@ class RLVRConfig(PromptRunConfig):
         if not self.rewards:
             raise ValueError("rewards is empty: configure at least one, for example rewards.math.reward: math_rule")
         return self
+
+
+class EvaluatedModelConfig(InferWorkerConfig):
+    """`actor_infer`: the engine that generates with the evaluated model."""
+
+    receives_weights: ClassVar[bool] = False
+
+
+class EvaluateConfig(RewardRunConfig):
+    """`pipeline: evaluate`: scores of a model on held-out prompts, without training it."""
+
+    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"validation": ("prompt",)}
+
+    actor_infer: EvaluatedModelConfig
+    """Engine that generates with the evaluated model, which `pretrain` or its `model_args` name."""
+    validation: ValidationConfig
+    """Held-out prompts and the sampling parameters of their responses."""
+    val_batch_size: PositiveInt = 128
+    """Prompts per step.
+
+    Their responses are generated together. A resumed run continues after the last complete step.
+    """
+    save_steps: NonNegativeInt = 1
+    """Steps between checkpoints of the scores; the last step is always saved."""
+    max_ckpt_to_keep: NonNegativeInt = 1
+    """Number of checkpoints to keep. 0 keeps all."""
+    eval_steps: PositiveInt = 10
+    """Steps between metrics of the responses so far; also after the last step."""
+
+    @model_validator(mode="after")
+    def _evaluation_is_complete(self) -> Self:
+        if not self.rewards:
+            raise ValueError("rewards is empty: configure at least one, for example rewards.math.reward: math_rule")
+        if not self.validation.data_args.file_name:
+            raise ValueError("validation.data_args.file_name is missing: name the files with the prompts")
+        if self.actor_infer.generating_args != GeneratingArguments():
+            raise ValueError("actor_infer.generating_args is not read: set validation.generating_args")
+        return self
+
+    def terms(self) -> dict[str, Any]:
+        """Keys on which the responses depend, with their values."""
+        keys = ("pretrain", "validation", "val_batch_size", "rewards", "seed", "prompt_length", "response_length")
+        values = self.model_dump(mode="json", include={"actor_infer": {"model_args"}, **dict.fromkeys(keys, True)})
+        return {key: values[key] for key in ("actor_infer", *keys)}

@@ -17,8 +17,6 @@ A stage is a callable with the signature of its protocol. One that keeps state b
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,7 +31,6 @@ from roll_core.algorithms.losses import CrossEntropy, ValueObjective, policy_obj
 from roll_core.algorithms.normalise import RewardNormaliser, clip, whiten
 from roll_core.algorithms.rewards import difficulty_mask, error_max_len_clip, max_len_mask, soft_overlong_penalty
 from roll_core.data.processor import processor_of
-from roll_core.pipelines.best_of_k import best_of_k_metrics
 from roll_core.pipelines.config import sequences_per_step
 from roll_core.pipelines.experience import (
     Experience,
@@ -46,6 +43,7 @@ from roll_core.pipelines.experience import (
     without_experts,
 )
 from roll_core.pipelines.prompt_order import domains
+from roll_core.pipelines.score_metrics import ScoredResponse, score_metrics
 from roll_core.runtime.records.mismatch import NOISE, SAMPLING, LogprobBatch, command, write_logprobs
 from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.runtime.rollout.requests import stable_seed
@@ -159,14 +157,15 @@ def num_steps(config: RunConfig, role: TrainWorkerConfig, num_rows: int) -> int:
 
 
 class Validation:
-    """Held-out prompts of a run and their sampling parameters."""
+    """Held-out prompts of a run and their sampling parameters. `val_batch_size` prompts are a batch."""
 
-    def __init__(self, run: Run, config: RewardRunConfig, validation: ValidationConfig, *, source: str) -> None:
-        """`actor_infer` generates with the weights of the role `source`, `val_batch_size` prompts at once."""
+    def __init__(self, run: Run, config: RewardRunConfig, validation: ValidationConfig, *, source: str = "") -> None:
+        """`actor_infer` generates with the weights of the role `source`; without one, with the model that it loaded."""
         self.source, self.batch_size = source, config.val_batch_size
         self.num_responses = validation.generating_args.num_return_sequences
         self.params = validation.generating_args.sampling_params(default_max_new_tokens=config.response_length)
         self.prompts = run.prompts(validation.data_args)
+        self.num_batches = math.ceil(len(self.prompts) / self.batch_size)
 
     @classmethod
     def of(cls, run: Run, config: RewardRunConfig, *, source: str) -> Validation | None:
@@ -176,40 +175,16 @@ class Validation:
     async def evaluate(self, run: Run) -> Mapping[str, float]:
         """Publish the weights, generate responses and score them. Returns the metrics of `score_metrics`."""
         await run.publish_weights(self.source, "actor_infer")
-        samples: list[Sample] = []
-        for start in range(0, len(self.prompts), self.batch_size):
-            prompts = self.prompts[start : start + self.batch_size]
-            groups = await run.rollout("actor_infer", prompts, self.params, n=self.num_responses, split="val")
-            samples += [sample for group in groups for sample in group.samples]
-        run.log_samples(samples, split="val")
-        return score_metrics(samples)
+        batches = [await self.batch(run, index) for index in range(self.num_batches)]
+        return score_metrics([response for batch in batches for response in batch])
 
-
-def score_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Averages over samples: `val/score/mean`, the same per tag, response length, and the number of failed rewards.
-
-    With several responses per prompt also `val/pass@k`, `val/best@k` and `val/maj@k`, see `best_of_k_metrics`. A failed
-    reward counts only in `val/reward_failures`.
-    """
-    by_tag: defaultdict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        if sample.reward is not None and sample.reward.value is not None:
-            by_tag[sample.tag].append(sample.reward.value)
-    scores = [score for tag in by_tag.values() for score in tag]
-    metrics = {
-        "val/num_samples": float(len(samples)),
-        "val/reward_failures": float(len(samples) - len(scores)),
-        "val/response_length/mean": statistics.fmean(int((s.versions >= 0).sum()) for s in samples) if samples else 0.0,
-    }
-    if scores:
-        metrics["val/score/mean"] = statistics.fmean(scores)
-    metrics |= {f"val/{name}": value for name, value in best_of_k_metrics(samples).items()}
-    if len(by_tag) > 1:
-        for tag, tag_scores in by_tag.items():
-            metrics[f"val/{tag or 'untagged'}/score/mean"] = statistics.fmean(tag_scores)
-            tag_metrics = best_of_k_metrics([sample for sample in samples if sample.tag == tag])
-            metrics |= {f"val/{tag or 'untagged'}/{name}": value for name, value in tag_metrics.items()}
-    return metrics
+    async def batch(self, run: Run, index: int, *, log_all: bool = False) -> list[ScoredResponse]:
+        """Generate and score responses to a batch of prompts. With `log_all`, `samples.jsonl` gets all of them."""
+        prompts = self.prompts[index * self.batch_size : (index + 1) * self.batch_size]
+        groups = await run.rollout("actor_infer", prompts, self.params, n=self.num_responses, split="val")
+        samples = [sample for group in groups for sample in group.samples]
+        run.log_samples(samples, split="val", all=log_all)
+        return [ScoredResponse.of(sample) for sample in samples]
 
 
 def check_size(run: Run, guard: AdvantageSizeConfig, what: str, value: float, reward_size: float) -> None:

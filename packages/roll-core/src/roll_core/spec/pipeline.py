@@ -343,8 +343,8 @@ class Run(ABC):
         """Add metrics to the current step's."""
 
     @abstractmethod
-    def log_samples(self, samples: Sequence[Sample], *, split: Split = "train") -> None:
-        """Record samples in `samples.jsonl`: the first few of each step."""
+    def log_samples(self, samples: Sequence[Sample], *, split: Split = "train", all: bool = False) -> None:
+        """Record samples in `samples.jsonl`: the first few of each step, or `all`."""
 
     @abstractmethod
     def log_images(self, images: Sequence[bytes], captions: Sequence[str], *, split: Split = "train") -> None:
@@ -379,8 +379,8 @@ class Run(ABC):
         """Sample `n` responses to each prompt, and score each group when it is complete. `program` as in `RolloutPlan`.
 
         Groups are in prompt order. A sample's `reward` is a value or a failure. Call `publish_weights` first, so that
-        the engine has the current weights. Requests of `val` are seeded if the engine supports it (`seeds`); those of
-        `train` only if seeds cost the engine nothing (`free_seeds`).
+        the engine has the current weights. Requests of `val` are seeded if the engine supports it (`seeds`), with the
+        same seeds at every step; those of `train` only if seeds cost the engine nothing (`free_seeds`).
         """
 
     @abstractmethod

@@ -186,6 +186,9 @@ class PipelineProvider(Provider):
     """`"package:KIND"`, a folder of that package with a first run, which `roll-core init KIND DIR` copies; empty if it
     has none. In its texts `starter/` and `starter.` are replaced by the new folder. Configs run in order of their
     names."""
+    evaluation: str = ""
+    """Pipeline by which `roll-core eval` scores models with a config of this one. Its schema has the keys that both
+    need, such as `rewards`, with the same meaning. Empty: `roll-core eval` runs this pipeline itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

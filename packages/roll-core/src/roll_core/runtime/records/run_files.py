@@ -260,14 +260,17 @@ class SamplesFile(LineWriter):
         self._written: Counter[str] = Counter()
         self._step = -1
 
-    def write(self, step: int, samples: Sequence[Sample], *, split: str = "train") -> None:
-        """Record the first of `samples`. The limit per step covers all calls of a step, that per prompt each call."""
+    def write(self, step: int, samples: Sequence[Sample], *, split: str = "train", limited: bool = True) -> None:
+        """Record the first of `samples`. The limit per step covers all calls of a step, that per prompt each call.
+
+        Without `limited`, record all.
+        """
         if step != self._step:
             self._step, self._written = step, Counter()
         in_group: Counter[str] = Counter()
         chosen: list[Sample] = []
         for sample in samples:
-            if self._written[split] < _PER_STEP and in_group[sample.group_id] < _PER_GROUP:
+            if not limited or (self._written[split] < _PER_STEP and in_group[sample.group_id] < _PER_GROUP):
                 in_group[sample.group_id] += 1
                 self._written[split] += 1
                 chosen.append(sample)

@@ -158,8 +158,8 @@ class ActiveRun(Run):
         }
 
     @override
-    def log_samples(self, samples: Sequence[Sample], *, split: Split = "train") -> None:
-        self._samples.write(self.step + (split == "train"), samples, split=split)
+    def log_samples(self, samples: Sequence[Sample], *, split: Split = "train", all: bool = False) -> None:
+        self._samples.write(self.step + (split == "train"), samples, split=split, limited=not all)
 
     @override
     def log_images(self, images: Sequence[bytes], captions: Sequence[str], *, split: Split = "train") -> None:
@@ -195,7 +195,8 @@ class ActiveRun(Run):
             terms = GroupTerms(
                 params=params,
                 n=n,
-                seed_of=(self.config.seed, split, self.step) if seeded else None,
+                # All evaluations of a run, and those of its export, sample with the same random numbers.
+                seed_of=(self.config.seed, split, 0 if split == "val" else self.step) if seeded else None,
                 priority=ROLLOUT if split == "train" else EVALUATION,
             )
             async with engine.lease(scores=True):

@@ -568,7 +568,7 @@ class _Driver:
             metrics = dict(evaluated or {}) | run.take_metrics()
         if metrics:
             self.console.evaluated(
-                run.step, {name: value for name, value in metrics.items() if name.startswith("val/")}
+                run.step, {n: value for n, value in metrics.items() if n.startswith("val/") and "/ci_" not in n}
             )
         return metrics
 

@@ -1,0 +1,66 @@
+"""Evaluation of a model on held-out prompts, without a trainer.
+
+for batch in prompts, in the order of the file:
+    groups      = responses of the engine, scored by the rewards
+    checkpoint    of the scores so far, from which a resumed run continues
+metrics of all responses: see `score_metrics`
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.errors import CheckpointMismatchError
+from roll_core.pipelines.config import EvaluateConfig
+from roll_core.pipelines.plans import evaluate
+from roll_core.pipelines.score_metrics import ScoredResponse, score_metrics
+from roll_core.pipelines.stages import Validation
+from roll_core.spec.pipeline import Pipeline, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.pipeline import RoleSpec
+
+
+class EvaluatePipeline(Pipeline[EvaluateConfig]):
+    """Scores a model. A step is a batch of prompts."""
+
+    @override
+    def prepare(self, run: Run) -> int:
+        self.validation = Validation(run, self.config, self.config.validation)
+        self.responses: list[ScoredResponse] = []
+        return min(self.validation.num_batches, self.config.max_steps or self.validation.num_batches)
+
+    @override
+    def roles(self) -> Sequence[RoleSpec]:
+        return evaluate(self.config).roles
+
+    @override
+    async def step(self, run: Run) -> None:
+        batch = await self.validation.batch(run, run.step, log_all=True)
+        run.log({"tokens/generated": sum(response.num_tokens for response in batch)})
+        self.responses += batch
+
+    @override
+    async def evaluate(self, run: Run) -> Mapping[str, float]:
+        """Metrics of all responses so far."""
+        return score_metrics(self.responses) if self.responses else {}
+
+    @override
+    def state(self) -> Mapping[str, Any]:
+        return {"terms": self.config.terms(), "responses": [asdict(response) for response in self.responses]}
+
+    @override
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Raises `CheckpointMismatchError` if the scores so far are those of another model or other prompts."""
+        saved, terms = state["terms"], self.config.terms()
+        if changed := [key for key in terms if saved.get(key) != terms[key]]:
+            raise CheckpointMismatchError(
+                f"the checkpoint has the scores of an evaluation with another {', '.join(changed)}: remove"
+                " resume_from_checkpoint, or give the evaluation the values of the resumed run"
+            )
+        self.responses = [ScoredResponse(**response) for response in state["responses"]]

@@ -1,0 +1,198 @@
+"""`roll-core eval`: one run of an evaluation per model, and the tables of scores in reports and comparisons.
+
+MODEL ─► directory or hub id ─┐
+                              ├─► config of the evaluation ─► run ─► report.html   ─┐
+CONFIG ───────────────────────┘                                samples.jsonl       ─┴─► comparison.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll_core.api import prepare
+from roll_core.config.compose import compose
+from roll_core.errors import ConfigError
+from roll_core.plugins.targets import schema_of
+from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
+from roll_core.runtime.records.run_files import number, read_lines
+from roll_core.spec.config import RunConfig
+from roll_core.spec.providers import PipelineProvider
+from roll_tools.charts import figure
+from roll_tools.open_run import is_run, open_run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.config import LoadedConfig
+    from roll_core.pipelines.score_metrics import ScoredResponse
+    from roll_core.plugins.registry import Registry
+    from roll_core.runtime.records.run_dir import RunDir
+
+OF_TRAINING = {
+    *("checkpoint_store", "eval_steps", "export_model", "max_ckpt_to_keep", "max_steps", "portable_checkpoints"),
+    *("profile", "resume_from_checkpoint", "save_best", "save_steps", "tokenizer"),
+}
+"""Keys of every run whose values in the config of a training run do not apply to an evaluation."""
+_SCORE = re.compile(
+    r"val/(?:(?P<tag>.+)/)?(?P<name>score/mean|(?:pass|best|maj)@\d+|response_length/mean|response_length/cut_share"
+    r"|reward_failures)"
+)
+
+
+def evaluations(
+    models: Sequence[str], config: Path, overrides: Sequence[str], registry: Registry, *, files: bool
+) -> list[LoadedConfig]:
+    """Checked configs of the evaluations of `models`. Raises `ConfigError` for the first model with mistakes.
+
+    `config` is that of an evaluation, or of a training run with `validation`. A model is a directory or a hub id, or a
+    run or a checkpoint, whose model is converted first unless the run has exported it.
+    """
+    composed = compose(config, [], registry)
+    if composed.problems:
+        raise ConfigError(composed.problems)
+    values = composed.data
+    provider = registry.find(PipelineProvider, str(values.get("pipeline", "")))
+    source: Path | dict[Any, Any] = config
+    name = str(values.get("exp_name", RunConfig.model_fields["exp_name"].default))
+    if provider.evaluation:
+        source = values = _without_training(values, provider, registry)
+        name += "-eval"
+    args = (values.get("actor_infer") or {}).get("model_args") or {}
+    removed = [f"~actor_infer.model_args.{key}" for key in ("model_name_or_path", "random_init") if key in args]
+    loaded = []
+    for model in models:
+        settings = {
+            "exp_name": name if len(models) == 1 else f"{name}-{_label(model)}",
+            "pretrain": model_directory(model, registry),
+            "tokenizer": None,
+        }
+        words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        (evaluation,) = prepare([source], [*removed, *words, *overrides], registry, files=files)
+        loaded.append(replace(evaluation, sources=()))  # so that it is resumed from the config.yaml of its run
+    return loaded
+
+
+def _without_training(values: Mapping[Any, Any], provider: PipelineProvider, registry: Registry) -> dict[Any, Any]:
+    """The keys of a training run's config that the evaluation of its models has as well."""
+    evaluation = registry.find(PipelineProvider, provider.evaluation)
+    known = schema_of(evaluation, RunConfig, owner=registry.owner(evaluation)).model_fields.keys() - OF_TRAINING
+    shared = {key: value for key, value in values.items() if key in known} | {"pipeline": provider.evaluation}
+    if isinstance(engine := shared.get("actor_infer"), dict):
+        shared["actor_infer"] = {key: value for key, value in engine.items() if key != "generating_args"}
+    return shared
+
+
+def _label(model: str) -> str:
+    """Part of an experiment's name for a model: the last two parts of its path."""
+    return re.sub(r"[^\w.-]+", "-", "-".join(Path(os.path.abspath(model)).parts[-2:]))
+
+
+def model_directory(model: str, registry: Registry) -> str:
+    """Directory of a model that engines load, or its hub id.
+
+    A run stands for its export, or its newest checkpoint; a checkpoint, or an adapter, is converted beside it, once.
+    """
+    path = Path(os.path.expanduser(model)).absolute()
+    if not path.is_dir():
+        return model
+    if not (path / "config.json").is_file() and not CheckpointDirectory.is_checkpoint(path):
+        if is_run(path):
+            run = open_run(path)
+            newest = next(reversed(CheckpointDirectory(run.checkpoints).list()), None)
+            path = run.export if run.export.is_dir() or newest is None else newest.path
+        elif not (path / "adapter_config.json").is_file():
+            return model
+    if (path / "config.json").is_file():
+        return str(path)
+    from roll_core.runtime.run.run_saver import SavedRun
+    from roll_tools.convert import convert_checkpoint
+
+    out, role = path.with_name(f"{path.name}-merged"), None
+    if CheckpointDirectory.is_checkpoint(path):
+        out = path.parent.parent / f"export-{path.name}"
+        trained = registry.find(PipelineProvider, SavedRun.of(CheckpointDirectory.open(path)).pipeline)
+        role = schema_of(trained, RunConfig, owner=registry.owner(trained)).policy_role or None
+    if not out.is_dir():
+        convert_checkpoint(path, out, registry, role=role, merged=True)
+    return str(out)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTable:
+    """Scores with their 95% confidence intervals; one column per tag or run."""
+
+    columns: list[str]
+    rows: list[tuple[str, list[str]]]
+    """Metric, and its cell in each column; empty if it is missing."""
+
+
+def tag_scores(metrics: Sequence[Mapping[str, float]]) -> ScoreTable | None:
+    """Scores of the last evaluation, of all responses and by tag; None without one."""
+    last = _last_evaluation(metrics)
+    matches = [match for name in last if (match := _SCORE.fullmatch(name))]
+    tags = sorted({match["tag"] or "" for match in matches})
+    names = dict.fromkeys(match["name"] for match in matches)
+    rows = [(name, [_cell(last, f"val/{tag}/{name}" if tag else f"val/{name}") for tag in tags]) for name in names]
+    return ScoreTable(columns=[tag or "all" for tag in tags], rows=rows) if rows else None
+
+
+def run_scores(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> ScoreTable | None:
+    """Scores of the last evaluation of each run, by its label; None if no run has any."""
+    last = [_last_evaluation(metrics) for metrics in runs.values()]
+    names = dict.fromkeys(name for scores in last for name in scores if _SCORE.fullmatch(name))
+    rows = [(name, [_cell(scores, name) for scores in last]) for name in names]
+    return ScoreTable(columns=list(runs), rows=rows) if rows else None
+
+
+def score_differences(runs: Mapping[str, RunDir]) -> ScoreTable | None:
+    """Paired differences of each run's scores to those of the first run; None without two evaluations.
+
+    Only of runs whose `samples.jsonl` has all responses of the evaluation.
+    """
+    from roll_core.pipelines.score_metrics import paired_differences
+
+    responses = {label: recorded for label, run in runs.items() if (recorded := _responses(run))}
+    if len(responses) < 2:
+        return None
+    first, *others = responses
+    cells: dict[str, dict[str, str]] = {}
+    for label in others:
+        for d in paired_differences(responses[first], responses[label]):
+            text = f"{d.difference:+.4g} [{d.low:+.4g}, {d.high:+.4g}] of {d.num_prompts} prompts"
+            cells.setdefault(d.metric, {})[label] = text
+    rows = [(metric, [by_run.get(label, "") for label in others]) for metric, by_run in cells.items()]
+    return ScoreTable(columns=[f"{label} − {first}" for label in others], rows=rows) if rows else None
+
+
+def _responses(run: RunDir) -> list[ScoredResponse]:
+    """All responses of a run's evaluation; empty if the file has only some, or is damaged."""
+    from roll_core.pipelines.score_metrics import ScoredResponse
+    from roll_core.runtime.records.tracking import read_metrics
+
+    rows = {row.get("id"): row for row in read_lines(run.samples) if row.get("split") == "val"}
+    if len(rows) != _last_evaluation(read_metrics(run.metrics)).get("val/num_samples"):
+        return []
+    try:
+        return [ScoredResponse.of_row(row | {"reward": number(row.get("reward"))}) for row in rows.values()]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _last_evaluation(metrics: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    return next((row for row in reversed(metrics) if "val/num_samples" in row), {})
+
+
+def _cell(metrics: Mapping[str, float], name: str) -> str:
+    if name not in metrics:
+        return ""
+    low, high = (metrics.get(f"{name.removesuffix('/mean')}/{bound}") for bound in ("ci_low", "ci_high"))
+    interval = "" if low is None or high is None else f" [{figure(low)}, {figure(high)}]"
+    return f"{figure(metrics[name])}{interval}"

@@ -1,0 +1,186 @@
+"""Runs of `pipeline: evaluate`: the numbers of a validation, resume, small and broken data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from roll_core.cli.main import main
+from roll_core.config import load
+from roll_core.errors import CheckpointMismatchError, ConfigError, DataError
+from roll_core.runtime.run.loop import execute
+from roll_testing.errors import raises_error
+from roll_testing.runs import TINY
+
+REWARD = '''
+import math
+
+from roll_core.types import Reward
+
+
+def counted(prompt, response, **row):
+    """1 for a first digit that is in the prompt; notes each call."""
+    with open(__file__ + ".calls", "a") as calls:
+        calls.write(prompt + "\\n")
+    return Reward(value=float(response[:1] in prompt[:3]), detail={"answer": response[:1]})
+
+
+def equal(prompt, response, **row):
+    return 0.5
+
+
+def broken(prompt, response, **row):
+    return math.nan
+'''
+
+
+@pytest.fixture
+def evaluation(local_runs):
+    """Makes the config of an evaluation of a model with random weights."""
+    (local_runs.folder / "evaluaterewards.py").write_text(REWARD, encoding="utf-8")
+
+    def config(**keys):
+        rewards = {"digits": {"reward": "function", "function": "evaluaterewards:counted"}}
+        return local_runs.base("evaluate") | {
+            "eval_steps": 1, "save_steps": 1, "val_batch_size": 8, "rewards": rewards,
+            "actor_infer": {"model_args": {"dtype": "fp32", "random_init": TINY},
+                            "strategy_args": {"strategy_name": "hf_infer"}, "device_mapping": [0]},
+            "validation": {"data_args": {"file_name": str(local_runs.folder / "val.jsonl")},
+                           "generating_args": {"num_return_sequences": 4}},
+        } | keys  # fmt: skip
+
+    return config
+
+
+def scores(line):
+    return {name: value for name, value in line.items() if name.startswith("val/")}
+
+
+def calls(runs):
+    path = runs.folder / "evaluaterewards.py.calls"
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+class EndsInStep3:
+    def roll_step_finished(self, run, step, metrics):
+        if step == 3:
+            raise RuntimeError("killed")
+
+
+def test_numbers_equal_those_of_a_validation(local_runs, evaluation):
+    config = evaluation()
+    shared = {key: config[key] for key in ("validation", "rewards", "val_batch_size")}
+    trained = local_runs.ok(local_runs.rlvr(max_steps=1, eval_steps=1, **shared))
+    before, after = local_runs.metrics(trained)
+    first = local_runs.metrics(local_runs.ok(config))
+    assert len(first) == 4  # 32 prompts in batches of 8
+    assert scores(first[-1]) == scores(before)
+    config["actor_infer"]["model_args"].pop("random_init")
+    exported = config | {"pretrain": str(trained.run_dir.export), "tokenizer": None}
+    assert scores(local_runs.metrics(local_runs.ok(exported))[-1]) == scores(after)
+
+
+def test_resumed_evaluation_equals_an_uninterrupted_one(local_runs, evaluation):
+    whole = local_runs.ok(evaluation(exp_name="whole"))
+    num_whole = len(calls(local_runs))
+    assert num_whole == 32 * 4
+    loaded = load(evaluation(exp_name="half"), [], local_runs.registry)
+    killed = execute(loaded, local_runs.registry, callbacks=[EndsInStep3()])
+    assert isinstance(killed.error, RuntimeError)
+    resumed = local_runs.ok(evaluation(exp_name="half", resume_from_checkpoint=True))
+    assert scores(local_runs.metrics(resumed)[-1]) == scores(local_runs.metrics(whole)[-1])
+    assert local_runs.timeless(resumed) == local_runs.timeless(whole)
+    # Only the batch of step 3 is generated and scored twice.
+    assert len(calls(local_runs)) == num_whole + 5 * 8 * 4
+
+
+def test_resume_refuses_scores_of_other_settings(local_runs, evaluation):
+    local_runs.ok(evaluation(max_steps=1))
+    with raises_error(CheckpointMismatchError, "seed"):
+        local_runs.ok(evaluation(seed=4, resume_from_checkpoint=True))
+
+
+def test_samples_have_every_response(local_runs, evaluation):
+    result = local_runs.ok(evaluation())
+    rows = [json.loads(line) for line in result.run_dir.samples.read_text(encoding="utf-8").splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows) == 32 * 4
+
+
+def test_intervals_of_equal_scores_and_of_one_row(local_runs, evaluation):
+    rewards = {"digits": {"reward": "function", "function": "evaluaterewards:equal"}}
+    (line,) = local_runs.metrics(local_runs.ok(evaluation(rewards=rewards, val_batch_size=32)))
+    assert [line[f"val/score/{name}"] for name in ("mean", "ci_low", "ci_high")] == [0.5, 0.5, 0.5]
+    assert (line["val/pass@4"], line["val/best@4"]) == (0, 0.5)
+    config = evaluation()
+    config["validation"]["data_args"]["max_samples"] = 1
+    (line,) = local_runs.metrics(local_runs.ok(config))
+    assert line["val/num_samples"] == 4
+    assert "val/score/ci_low" not in line
+
+
+def test_empty_file_and_nan_rewards_are_located_errors(local_runs, evaluation):
+    config = evaluation()
+    (local_runs.folder / "empty.jsonl").write_text("", encoding="utf-8")
+    config["validation"]["data_args"] = {"file_name": str(local_runs.folder / "empty.jsonl")}
+    with raises_error(DataError, "empty.jsonl"):
+        local_runs.ok(config)
+    rewards = {"digits": {"reward": "function", "function": "evaluaterewards:broken"}}
+    result = local_runs.run(evaluation(rewards=rewards))
+    assert "evaluaterewards:broken" in str(result.error)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [({"rewards": {}}, "rewards"), ({"validation": {"data_args": {}}}, "file_name"), ({"eval_steps": 0}, "eval_steps")],
+)
+def test_incomplete_configs_are_refused(local_runs, evaluation, changed, key):
+    with raises_error(ConfigError, key):
+        load(evaluation(**changed), [], local_runs.registry)
+
+
+def test_sampling_parameters_of_rollouts_are_refused(local_runs, evaluation):
+    config = evaluation()
+    config["actor_infer"]["generating_args"] = {"temperature": 0.5}
+    with raises_error(ConfigError, "validation.generating_args"):
+        load(config, [], local_runs.registry)
+
+
+def test_command_compares_a_run_its_checkpoint_and_a_directory(local_runs, evaluation):
+    shared = {key: evaluation()[key] for key in ("validation", "rewards")}
+    config = local_runs.rlvr(max_steps=2, save_steps=1, portable_checkpoints=True, **shared)
+    trained = local_runs.ok(config).run_dir
+    path = local_runs.folder / "rlvr.yaml"  # the config of the training run itself
+    first = trained.checkpoints / "step-1"
+    models = [str(trained.path), str(first), str(trained.export)]
+    assert main(["eval", *models, str(path), "val_batch_size=16", "-o", "page.html"]) == 0
+    output = local_runs.folder / "output"
+    experiments = [output / f"rlvr-eval-{name}/001" for name in ("rlvr-001", "checkpoints-step-1", "001-export")]
+    of_run, of_checkpoint, of_export = (
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        for run in experiments
+    )
+    assert len(of_run) == 2  # 32 prompts in batches of 16
+    assert scores(of_run[-1]) == scores(of_export[-1]) != scores(of_checkpoint[-1])
+    page = (local_runs.folder / "page.html").read_text(encoding="utf-8")
+    assert "rlvr-eval-001-export/001 − rlvr-eval-rlvr-001/001" in page
+    assert "+0 [+0, +0] of 32 prompts" in page
+    report = (experiments[0] / "report.html").read_text(encoding="utf-8")
+    assert 'id="scores"' in report
+
+
+@pytest.mark.parametrize("words", [["model"], ["one.yaml", "two.yaml", "model"], ["one.yaml"]])
+def test_command_needs_models_and_one_config(words, local_runs):
+    for name in ("one.yaml", "two.yaml"):
+        (local_runs.folder / name).write_text("pipeline: evaluate\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *words])
+    assert ended.value.code == 2
+
+
+def test_command_reports_a_missing_model(local_runs, evaluation, capfd):
+    path = local_runs.folder / "evaluate.yaml"
+    path.write_text(yaml.safe_dump(evaluation()), encoding="utf-8")
+    assert main(["eval", "./output/nothing", str(path)]) == 2
+    assert "output/nothing" in capfd.readouterr().err
