@@ -793,3 +793,17 @@ def test_columns_of_images_are_imported(name, keys, role, registry, tmp_path):
     imported = import_roll(file, registry).config[role]["data_args"]
     assert imported["images"] == "images"
     assert imported.get("max_pixels") == (100000 if name == "rlvr_images" else None)
+
+
+def test_rollouts_without_training_become_an_evaluation(registry, tmp_path):
+    data = yaml.safe_load((FILES / "rlvr_ppo_critic.yaml").read_text(encoding="utf-8"))
+    del data["actor_train"], data["critic"]
+    file, out = tmp_path / "rollouts.yaml", tmp_path / "ours.yaml"
+    file.write_text(yaml.safe_dump(data), encoding="utf-8")
+    new = import_roll(file, registry)
+    out.write_text(yaml.safe_dump(new.config), encoding="utf-8")
+    config = load(out, (), registry).config
+    assert (new.pipeline, config.pipeline, config.pretrain) == ("evaluate", "evaluate", "/models/policy")
+    assert config.validation.generating_args.max_new_tokens == 1280 - 256
+    assert config.rewards["math"].reward == "math_rule"
+    assert {entry.key: entry.status for entry in new.keys}["rollout_batch_size"] == "not needed"

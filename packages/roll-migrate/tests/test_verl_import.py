@@ -863,3 +863,24 @@ def test_variables_are_set_on_the_command_line(tmp_path, monkeypatch, capsys):
         assert main(["import", "verl", "run.sh", *words]) == 2
     (tmp_path / "run.yaml").write_text("pipeline: rlvr\n")
     assert main(["import", "roll", "run.yaml", "--set", "X=1"]) == 2
+
+
+def test_val_only_becomes_an_evaluation(registry, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(FileCheck, "__call__", lambda *arguments: iter(()))
+    file, out = tmp_path / "val_only.yaml", tmp_path / "ours.yaml"
+    text = (FILES / "grpo_fsdp_vllm.yaml").read_text(encoding="utf-8")
+    data = yaml.safe_load(text)
+    data["trainer"] |= {"val_only": True, "val_before_train": True}
+    file.write_text(yaml.safe_dump(data), encoding="utf-8")
+    assert main(["import", "verl", str(file), "-o", str(out)]) == 0, capsys.readouterr().out
+    config = load(out, (), registry).config
+    assert config.pipeline == "evaluate"
+    assert config.pretrain == "models/policy"
+    assert (config.validation.data_args.file_name, config.validation.generating_args.num_return_sequences) == (
+        "data/test.parquet",
+        2,
+    )
+    assert config.rewards["verl"].function == "scoring.rules:score"
+    entries = {entry.key: entry for entry in import_verl(file, registry).keys}
+    assert (entries["trainer.val_only"].status, entries["trainer.val_only"].to) == ("changed", ("pipeline",))
+    assert entries["actor_rollout_ref.actor.optim.lr"].status == "not needed"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.explain import show
+from roll_core.config.parts import evaluation_values
 from roll_core.config.unknown_keys import suggest_key
 from roll_core.errors import ConfigError, PluginError
 from roll_core.plugins.targets import schema_of
@@ -95,6 +96,17 @@ class Conversion:
         added += self._put_added(self._late_defaults())
         remaining = [entry for entry in added if has(self.config, dotted(entry.to[0]))]
         return ImportedConfig(pipeline, self.config, (*self.entries.values(), *remaining))
+
+    def evaluation(self, imported: ImportedConfig) -> ImportedConfig:
+        """The part of a training run's new config that an evaluation of its models has as well."""
+        config = evaluation_values(imported.config, imported.pipeline, self.registry)
+        keys = []
+        for entry in imported.keys:
+            if not entry.to or any(has(config, dotted(key)) for key in entry.to):
+                keys.append(entry)
+            elif entry.status != "added":
+                keys.append(replace(entry, status="not needed", to=(), note="an evaluation trains nothing"))
+        return ImportedConfig(str(config["pipeline"]), config, tuple(keys))
 
     # -- a framework's part --------------------------------------------------------------------------------------------
 

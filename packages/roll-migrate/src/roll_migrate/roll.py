@@ -35,7 +35,7 @@ from roll_migrate.roll_keys import (
     STRATEGIES,
     TEACHER,
 )
-from roll_migrate.roll_pipelines import ON_POLICY, recognise
+from roll_migrate.roll_pipelines import ON_POLICY, only_evaluates, recognise
 from roll_migrate.roll_values import is_pure
 from roll_migrate.rules import AnyName, Key, KeyRule, Outcome, value_at
 
@@ -107,7 +107,8 @@ class _RollConversion(Conversion):
                         self._skip(leaf_paths(layer.source.data[key], (key,)), note, layer.source)
         if self._several_teachers:
             self.table = {**self.table, "teacher": AnyName(TEACHER)}
-        return self.run("distill" if self.pipeline == ON_POLICY else self.pipeline, self._unused_roles())
+        imported = self.run("distill" if self.pipeline == ON_POLICY else self.pipeline, self._unused_roles())
+        return self.evaluation(imported) if self.pipeline == "rlvr" and only_evaluates(self.source) else imported
 
     def _roles(self) -> Iterable[KeyPath]:
         teachers = (("teachers", name) for name in self.config.get("teachers", ()) if self._several_teachers)

@@ -87,12 +87,19 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
         return "dpo", "", ("reference",)
     if kind[0] != "rlvr":
         return kind
+    if only_evaluates(data):
+        return kind
     if data.get("actor_train") is None:
         return "rollout-only", "rollouts but no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
     for domain, reward in (data["rewards"] if isinstance(data["rewards"], dict) else {}).items():
         if str(value_at(reward, ("worker_cls",))).endswith(REWARDS_OF_IMAGES):
             return "rlvr with images", "images or video", ("rewards", str(domain), "worker_cls")
     return kind
+
+
+def only_evaluates(data: Mapping[str, Any]) -> bool:
+    """True for ROLL's rollout-only pipeline, which scores responses to the rows of `validation` and ends."""
+    return data.get("actor_train") is None and bool(data.get("rewards")) and bool(data.get("validation"))
 
 
 def has_images(data: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ trainer with Hydra overrides: `data.train_batch_size=64`.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -251,7 +252,8 @@ class _VerlConversion(Conversion):
         imported = self.run("rlvr", unused)
         # Without a line of its own: `model_engine`, which `defaults` or `--config-name` selects.
         file = self.where(())
-        return ImportedConfig("rlvr", imported.config, tuple(key for key in imported.keys if key.where != file))
+        imported = replace(imported, keys=tuple(key for key in imported.keys if key.where != file))
+        return self.evaluation(imported) if verl.only_evaluates(self.source) else imported
 
     def _new_role(self, path: KeyPath) -> str:
         return "critic" if path[0] == "critic" else "reference" if path[1:2] == ("ref",) else "actor_train"

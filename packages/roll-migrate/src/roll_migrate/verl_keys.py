@@ -164,6 +164,11 @@ def evaluates(source: Mapping[str, Any]) -> bool:
     return bool(lookup(source, "data.val_files"))
 
 
+def only_evaluates(source: Mapping[str, Any]) -> bool:
+    """True if the run evaluates the model before training, and then ends."""
+    return bool(lookup(source, "trainer.val_only")) and evaluates(source)
+
+
 def positive(value: Any) -> bool:
     """True for a number above 0."""
     return isinstance(value, (int, float)) and value > 0
@@ -722,11 +727,19 @@ def _epochs(value: Any, key: Key) -> Outcome:
 
 
 def _val_before_train(value: Any, key: Key) -> Outcome:
+    if only_evaluates(key.source):
+        return key.unneeded("an evaluation trains nothing")
     on = positive(lookup(key.source, "trainer.test_freq"))
     if bool(value) == on:
         return key.unneeded("eval_steps also evaluates before the first step")
     note = "here a run that evaluates does so before the first step too" if on else "test_freq is off"
     return key.differs(f"{note}; eval_steps is {'on' if on else '0, which disables evaluation'}")
+
+
+def _val_only(value: Any, key: Key) -> Outcome:
+    if not value:
+        return key.unneeded("the run trains")
+    return key.changed({"pipeline": "evaluate"}) if evaluates(key.source) else key.lacking("there are no val_files")
 
 
 def _resume(value: Any, key: Key) -> Outcome:
@@ -1177,7 +1190,7 @@ TRAINER: Table = {
     "save_freq": frequency("save_steps"),
     "test_freq": frequency("eval_steps"),
     "val_before_train": _val_before_train,
-    "val_only": refused("a run trains: set max_steps: 1, which evaluates before and after the step", False),
+    "val_only": _val_only,
     "default_local_dir": to("output_dir", note="runs are in output_dir/exp_name/number"),
     "resume_mode": _resume,
     "resume_from_path": unsupported("verl's checkpoints cannot be read"),

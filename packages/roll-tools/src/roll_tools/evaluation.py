@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.api import prepare
 from roll_core.config.compose import compose
+from roll_core.config.parts import evaluation_values
 from roll_core.errors import ConfigError
 from roll_core.plugins.targets import schema_of
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.run_dir import RunDir
 
-OF_TRAINING = {
-    *("checkpoint_store", "eval_steps", "export_model", "max_ckpt_to_keep", "max_steps", "portable_checkpoints"),
-    *("profile", "resume_from_checkpoint", "save_best", "save_steps", "tokenizer"),
-}
-"""Keys of every run whose values in the config of a training run do not apply to an evaluation."""
 _SCORE = re.compile(
     r"val/(?:(?P<tag>.+)/)?(?P<name>score/mean|(?:pass|best|maj)@\d+|response_length/mean|response_length/cut_share"
     r"|reward_failures)"
@@ -60,7 +56,7 @@ def evaluations(
     source: Path | dict[Any, Any] = config
     name = str(values.get("exp_name", RunConfig.model_fields["exp_name"].default))
     if provider.evaluation:
-        source = values = _without_training(values, provider, registry)
+        source = values = evaluation_values(values, provider.name, registry)
         name += "-eval"
     args = (values.get("actor_infer") or {}).get("model_args") or {}
     removed = [f"~actor_infer.model_args.{key}" for key in ("model_name_or_path", "random_init") if key in args]
@@ -75,16 +71,6 @@ def evaluations(
         (evaluation,) = prepare([source], [*removed, *words, *overrides], registry, files=files)
         loaded.append(replace(evaluation, sources=()))  # so that it is resumed from the config.yaml of its run
     return loaded
-
-
-def _without_training(values: Mapping[Any, Any], provider: PipelineProvider, registry: Registry) -> dict[Any, Any]:
-    """The keys of a training run's config that the evaluation of its models has as well."""
-    evaluation = registry.find(PipelineProvider, provider.evaluation)
-    known = schema_of(evaluation, RunConfig, owner=registry.owner(evaluation)).model_fields.keys() - OF_TRAINING
-    shared = {key: value for key, value in values.items() if key in known} | {"pipeline": provider.evaluation}
-    if isinstance(engine := shared.get("actor_infer"), dict):
-        shared["actor_infer"] = {key: value for key, value in engine.items() if key != "generating_args"}
-    return shared
 
 
 def _label(model: str) -> str:

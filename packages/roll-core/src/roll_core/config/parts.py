@@ -18,8 +18,8 @@ from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.signatures import signature_problem
 from roll_core.plugins.targets import options_schema, schema_of
-from roll_core.spec.config import AUTO, Config
-from roll_core.spec.providers import ExecutorProvider, Provider
+from roll_core.spec.config import AUTO, Config, RunConfig
+from roll_core.spec.providers import ExecutorProvider, PipelineProvider, Provider
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=BaseModel)
 P = TypeVar("P", bound=Provider)
+OF_TRAINING = {
+    *("checkpoint_store", "eval_steps", "export_model", "max_ckpt_to_keep", "max_steps", "portable_checkpoints"),
+    *("profile", "resume_from_checkpoint", "save_best", "save_steps"),
+}
+"""Keys of every run whose values in the config of a training run do not apply to an evaluation of its models."""
 
 
 @dataclass(slots=True)
@@ -142,3 +147,16 @@ def on_a_cluster(registry: Registry, executor: object) -> bool:
         provider.address_variable for provider in registry.providers(ExecutorProvider) if name in (AUTO, provider.name)
     ]
     return any(os.environ.get(variable, "").removeprefix("local") for variable in variables)
+
+
+def evaluation_values(values: Mapping[Any, Any], pipeline: str, registry: Registry) -> dict[Any, Any]:
+    """The values of a config of `pipeline` that an evaluation of its models has as well.
+
+    Raises `UnknownProviderError` if the pipeline has none (`PipelineProvider.evaluation`).
+    """
+    provider = registry.find(PipelineProvider, registry.find(PipelineProvider, pipeline).evaluation)
+    known = schema_of(provider, RunConfig, owner=registry.owner(provider)).model_fields.keys() - OF_TRAINING
+    shared = {key: value for key, value in values.items() if key in known} | {"pipeline": provider.name}
+    if isinstance(engine := shared.get("actor_infer"), dict):
+        shared["actor_infer"] = {key: value for key, value in engine.items() if key != "generating_args"}
+    return shared
