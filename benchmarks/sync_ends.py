@@ -95,6 +95,14 @@ class NamedTensorsTrainer(Switch, SendingWorker):
         """The very tensors."""
         yield from self.tensors.items()
 
+    def export_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """None."""
+        return iter(())
+
+    def frozen_weights(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
     def step(self) -> None:
         """So that there is something new to publish."""
         for tensor in self.tensors.values():

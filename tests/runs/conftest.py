@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from roll_core.builtin.cpu import CpuPlatform
+from roll_core.plugins.registry import load_registry
 from roll_executor_ray import instance as ray_instance
 from roll_executor_ray.instance import RayInstance
 from shared_tests.runs import REWARDS, PipelineRuns
@@ -77,6 +79,15 @@ def ray_runs(
 def local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineRuns:
     """For faults that are put into this process."""
     return _prepare("local", tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def sockets(local_runs: PipelineRuns, install: Callable[[Path], Path]) -> Iterator[PipelineRuns]:
+    """Runs with the executor `sockets` of a third party: each worker is a process."""
+    install(Path(__file__).with_name("socket_executor.py"))
+    local_runs.registry = load_registry()
+    yield local_runs
+    sys.modules.pop("roll_socket_executor", None)
 
 
 def _prepare(executor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> PipelineRuns:

@@ -245,6 +245,18 @@ def test_trainer_and_engine_agree_on_tokens_after_images(local_runs):
     assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
 
 
+@pytest.mark.slow
+def test_frozen_parts_are_sent_once(sockets):
+    config = of_images(sockets) | {"executor": "sockets", "max_steps": 3}
+    config["actor_infer"] |= {"device_mapping": [1]}  # engines on the trainer's slots sleep, and receive all again
+    lines = sockets.metrics(sockets.ok(config))
+    tensors = load_file(sockets.folder / "model" / "model.safetensors")
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    frozen = sum(tensor.nbytes for name, tensor in tensors.items() if "visual" in name)
+    assert [line["weight_sync/copied_bytes"] for line in lines] == [total, total - frozen, total - frozen]
+    assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
+
+
 @pytest.mark.parametrize("fault", ["positions", "pixels"])
 def test_probe_finds_an_engine_that_reads_images_wrongly(local_runs, monkeypatch, fault):
     inputs = ModuleRunner._image_inputs

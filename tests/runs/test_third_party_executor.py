@@ -1,23 +1,6 @@
 """An executor of another package runs what those of ROLL run, with the same numbers."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-
-from roll_core.plugins.registry import load_registry
-
-MODULE = Path(__file__).with_name("socket_executor.py")
-
-
-@pytest.fixture
-def sockets(local_runs, install, monkeypatch):
-    """Runs with the executor `sockets`."""
-    install(MODULE)
-    local_runs.registry = load_registry()
-    yield local_runs
-    sys.modules.pop("roll_socket_executor", None)
 
 
 def test_a_grpo_run_on_it_equals_one_in_this_process(sockets):

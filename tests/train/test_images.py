@@ -126,6 +126,7 @@ def test_frozen_parts_are_not_trained(trainer, folders, model_type, freeze):
     assert {part_of(name) for name in changed} == {"language", "vision", "projector"} - set(freeze)
     expected = {name for name in before if part_of(name) not in freeze}
     assert set(strategy.optimizer.parameters) == expected
+    assert set(strategy.frozen_weights()) == before.keys() - expected
     assert {name for name in expected - changed if not unused(model_type, name)} == set()
 
 
@@ -225,6 +226,8 @@ def test_adapters_leave_out_images_unless_named(trainer, folders, targets, parts
         strategy.optimizer_step()
     adapters = {name: each for name, each in strategy.model.named_parameters() if ".lora_" in name}
     assert {part_of(name) for name in adapters} == parts
+    exported = {name for name, _ in strategy.export_weights() if part_of(name) not in parts}
+    assert set(strategy.frozen_weights()) == exported
     assert all(each.any() for name, each in adapters.items())
 
 

@@ -25,6 +25,7 @@ from roll_core.spec.transport import DeviceFacts
 from roll_core.spec.weights import copy_digested, make_receipt
 from roll_core.types import DataRank, WeightReceipt
 from roll_weight_transports import device_memory
+from roll_weight_transports.comparing import unsent_digests
 
 WEIGHTS = "roll_core.runtime.weights"
 IMPORTS = (
@@ -74,11 +75,12 @@ class Trainer:
         self.tensors = parameters()
         self.data_rank = DataRank()
         self.fault = ""
+        self.frozen: tuple[str, ...] = ()
         self.stale = {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def step(self, learning_rate: float) -> None:
-        for tensor in self.tensors.values():
-            if tensor.is_floating_point():
+        for name, tensor in self.tensors.items():
+            if tensor.is_floating_point() and name not in self.frozen:
                 tensor -= learning_rate * (tensor.abs() + 1)
 
     def export_weights(self) -> Any:
@@ -93,6 +95,9 @@ class Trainer:
     def export_buffers(self) -> Any:
         return iter(())
 
+    def frozen_weights(self) -> Any:
+        return self.frozen
+
 
 class Engine:
     """Stands in for an infer strategy. `fault` says what it does wrong with the next update."""
@@ -101,6 +106,8 @@ class Engine:
         self.held: dict[str, Any] = {}
         self.version = 0
         self.fault = ""
+        self.loaded: dict[str, str] = {}
+        """Digests of what it holds; kept tensors are in no other place than `held`."""
 
     async def update_weights(self, version: int, manifest: Any, tensors: Any, *, shared: bool = False) -> WeightReceipt:
         import torch
@@ -114,7 +121,9 @@ class Engine:
             raise MissingTensorError(f"the model has no {what}")
         if fault == "crash":
             raise ZeroDivisionError("a mistake of the engine's")
-        digests = {}
+        if fault == "forget":
+            self.loaded = {}
+        digests = unsent_digests("the engine", manifest, self.loaded)
         likes = {} if fault == "xxh3" else {entry.name: entry.digest for entry in manifest.tensors}
         first, _, second = what.partition(",")
         for name, tensor in tensors:
@@ -142,7 +151,8 @@ class Engine:
             self.held[what] = torch.ones(2)
         self.version = version
         known = not shared and fault in ("", "xxh3")
-        return WeightReceipt(version=version, digests=digests if known else self._digests(manifest))
+        self.loaded = digests if known else dict(self._digests(manifest))
+        return WeightReceipt(version=version, digests=self.loaded)
 
     def _digests(self, manifest: Any) -> Any:
         return make_receipt(manifest, self.held.items()).digests
@@ -241,6 +251,9 @@ class TrainWorker(Worker, SendingWorker):
 
     def set_fault(self, fault: str) -> None:
         self.strategy.fault = fault
+
+    def freeze(self, *names: str) -> None:
+        self.strategy.frozen = names
 
     def values(self) -> Any:
         return {name: tensor.tolist() for name, tensor in self.strategy.tensors.items()}

@@ -173,7 +173,10 @@ def test_a_sender_with_digests_by_another_function_is_named(monkeypatch):
     monkeypatch.setattr(transfer, "load_transport", lambda provider: SimpleNamespace(sender=lambda setup: Endpoint()))
     sender = transfer.WeightSender(
         SimpleNamespace(
-            export_weights=lambda: iter([("w", torch.ones(3))]), export_buffers=lambda: iter(()), data_rank=DataRank()
+            export_weights=lambda: iter([("w", torch.ones(3))]),
+            export_buffers=lambda: iter(()),
+            frozen_weights=lambda: (),
+            data_rank=DataRank(),
         ),
         role="actor",
         rank=0,

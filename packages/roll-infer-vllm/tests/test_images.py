@@ -12,9 +12,10 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vllm_live import CACHE, start
 
 from roll_core.data.processor import processor_of
-from roll_core.errors import DataError
+from roll_core.errors import DataError, MissingTensorError
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.rollout import IMAGE
+from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_testing.errors import raises_error
 from shared_tests.loaded_engine import CLOSE, digests
@@ -123,7 +124,7 @@ class TestImages:
         with torch.no_grad():  # the reserved tokens become the most likely ones
             rows[media_tokens] = 3 * rows[greedy.outputs[0].token_ids[0]]
         try:
-            engine.live.publish(trained(model))
+            engine.live.publish([*model.named_parameters()])
             requests = [ask(f"t{heat}", prompt, temperature=heat) for heat in (0.0, 1.0)]
             for completion in engine.check(*requests):
                 assert not set(completion.outputs[0].token_ids.tolist()) & set(media_tokens)
@@ -131,12 +132,20 @@ class TestImages:
             with torch.no_grad():
                 rows.copy_(before)
 
-    def test_updates_without_the_frozen_encoder_are_complete(self, engine):
-        tensors = trained(engine.model)
-        step([tensor for _, tensor in tensors], 1)
-        manifest, receipt = engine.live.publish(tensors)
-        assert receipt.digests == digests(manifest)
-        engine.check(ask("again", engine.prompt("What is # this?", 0)))
+    def test_frozen_encoders_are_sent_once(self, engine):
+        request = ask("sent", engine.prompt("What is # this?", 0))
+        engine.live.publish([*engine.model.named_parameters()])
+        for _ in range(2):
+            tensors = trained(engine.model)
+            step([tensor for _, tensor in tensors], engine.live.version)
+            whole = make_manifest(engine.live.version + 1, engine.model.named_parameters())
+            sent = tuple(entry for entry in whole.tensors if entry.name in dict(tensors))
+            manifest = replace(whole, tensors=sent, unsent=tuple(set(whole.tensors) - set(sent)))
+            _, receipt = engine.live.publish(tensors, manifest=manifest)
+            assert receipt.digests == digests(whole)
+            engine.check(replace(request, id=f"version {engine.live.version}"))
+        with raises_error(MissingTensorError):
+            engine.live.publish(trained(engine.model))
 
     def test_encoders_are_published_and_their_caches_cleared(self, engine):
         request = ask("before", engine.prompt("What is # this?", 0), temperature=0.0)
@@ -159,30 +168,3 @@ def step(parameters, seed):
     with torch.no_grad():
         for parameter in parameters:
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-
-
-@pytest.mark.engine("vllm")
-def test_frozen_parts_are_the_longest_matching_prefix(monkeypatch):
-    from roll_infer_vllm import loaded_model
-
-    monkeypatch.setattr(loaded_model, "get_tensor_model_parallel_rank", lambda: 0)
-
-    class Keys:
-        tower_model, connector = ["visual."], ["visual.merger."]
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.visual = torch.nn.ModuleDict({"blocks": torch.nn.Linear(1, 1), "merger": torch.nn.Linear(1, 1)})
-            self.language_model = torch.nn.Linear(1, 1)
-
-        def get_mm_mapping(self):
-            return Keys
-
-    def required(*frozen):
-        return {name.rpartition(".")[0] for name, _ in loaded_model.VllmModel(Model(), "cpu", frozen).located()}
-
-    assert required() == {"visual.blocks", "visual.merger", "language_model"}
-    assert required("vision", "projector") == {"language_model"}
-    assert required("vision") == {"visual.merger", "language_model"}
-    assert required("projector") == {"visual.blocks", "language_model"}

@@ -441,6 +441,14 @@ class WeightManifest:
 
     version: int
     tensors: tuple[TensorEntry, ...]
+    unsent: tuple[TensorEntry, ...] = ()
+    """Tensors that are not sent, because the engine has loaded them in an earlier publish. Only for engines with
+    `keeps_weights`."""
+
+    @property
+    def loaded(self) -> tuple[TensorEntry, ...]:
+        """All tensors that the engine must have after the publish."""
+        return (*self.tensors, *self.unsent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

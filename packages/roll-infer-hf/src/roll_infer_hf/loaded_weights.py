@@ -27,7 +27,15 @@ from roll_core.types import WeightReceipt
 from roll_modeling.layout import SIBLINGS, adjacent
 from roll_modeling.lora import target_layers
 from roll_weight_transports.buckets import Incoming
-from roll_weight_transports.comparing import SIDES, compare, compare_adapter, entries, refuse, refuse_adapter
+from roll_weight_transports.comparing import (
+    SIDES,
+    compare,
+    compare_adapter,
+    entries,
+    refuse,
+    refuse_adapter,
+    unsent_digests,
+)
 from roll_weight_transports.digests import use_compiled_digests
 
 if TYPE_CHECKING:
@@ -52,6 +60,8 @@ class Replaceable(ABC):
         """True after `release`, until an update completes."""
         self.incomplete = False
         """True if an update has started and has not completed: the weights may be of two versions."""
+        self._digests: Mapping[str, str] = {}
+        """Digests of the loaded tensors; empty if an update has not completed."""
 
     def update(
         self,
@@ -69,12 +79,14 @@ class Replaceable(ABC):
         """
         check_version(self.who, version, current, manifest)
         self.compare(manifest)
+        unsent = unsent_digests(self.who, manifest, {} if self.released else self._digests)
+        self._digests = {}
         if not shared:
             use_compiled_digests()
         self.incomplete = True
-        digests = self.replace(manifest, Incoming(self.who, manifest, iter(tensors)), shared=shared)
-        self.released = False
-        return WeightReceipt(version=version, digests=digests, role=self._role, rank=self._rank)
+        replaced = self.replace(manifest, Incoming(self.who, manifest, iter(tensors)), shared=shared)
+        self._digests, self.released = {**unsent, **replaced}, False
+        return WeightReceipt(version=version, digests=self._digests, role=self._role, rank=self._rank)
 
     @abstractmethod
     def compare(self, manifest: WeightManifest) -> None:

@@ -22,6 +22,7 @@ CAPABILITIES = InferCapabilities(
     in_flight_update=True,
     device_weights=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
+    keeps_weights=True,
 )
 
 

@@ -26,6 +26,7 @@ CAPABILITIES = InferCapabilities(
     tensor_parallel=True,
     device_weights=True,
     weight_transports=("cuda_ipc", "shm", "collective", "shared", "disk"),
+    keeps_weights=True,
 )
 KNOWN_ERRORS = (
     KnownError(

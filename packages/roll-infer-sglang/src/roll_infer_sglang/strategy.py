@@ -106,6 +106,7 @@ class SglangStrategy(InferStrategy):
         server = self._ready
         if self._asleep or not self._settings.sleep_level:
             return
+        self._weights.forget()
         async with self._exclusive:
             await self._requests.abort()
             await self._requests.interrupt()

@@ -111,12 +111,9 @@ class VllmTensor(LoadedTensor):
 class VllmModel(LoadedModel):
     """A vLLM model in this process."""
 
-    def __init__(self, model: nn.Module, device: str, frozen: Sequence[str] = ()) -> None:
-        """`frozen` has the parts of the model that updates do not contain (`ModelSpec.freeze`)."""
+    def __init__(self, model: nn.Module, device: str) -> None:
         self._model = model
         self._packed = _packed_modules(model)
-        self._image_parts = _image_parts(model)
-        self._frozen = frozen
         self.device, self.rank = device, get_tensor_model_parallel_rank()
         self.dtype = next(model.parameters()).dtype
         heads = [
@@ -159,8 +156,6 @@ class VllmModel(LoadedModel):
         packed = self._packed
         modules = dict(self._model.named_modules())
         for name, _ in self._model.named_parameters():
-            if self._is_frozen(name):
-                continue
             path, _, parameter = name.rpartition(".")
             prefix, _, last = path.rpartition(".")
             if isinstance(modules[path], RoutedExperts):
@@ -252,11 +247,6 @@ class VllmModel(LoadedModel):
             return FusedTensor(module=module, parameter=parameter, members=tuple(tensors))
         return VllmTensor(module=module, parameter=parameter, index=index, before=before, parts=parts)
 
-    def _is_frozen(self, name: str) -> bool:
-        """True for a parameter of a frozen part. Projectors may be inside of encoders: the longest prefix counts."""
-        prefixes = [prefix for prefix in self._image_parts if name.startswith(prefix)]
-        return bool(prefixes) and self._image_parts[max(prefixes, key=len)] in self._frozen
-
     def _find(self, name: str) -> tuple[str, int | None]:
         """Path of the module that has the parameter of this name, and its position if it is fused with others."""
         path = self._rename(name).rpartition(".")[0]
@@ -321,14 +311,6 @@ def _packed_modules(model: Any) -> Mapping[str, Sequence[str]]:
     """Names of the layers that vLLM fuses, by the name of the fused one. InternVL has them in its language model."""
     language_model = getattr(model, "language_model", None)
     return getattr(model, "packed_modules_mapping", None) or getattr(language_model, "packed_modules_mapping", {})
-
-
-def _image_parts(model: Any) -> dict[str, str]:
-    """Parts of `ModelSpec.freeze` by the prefix of their parameters' names; empty if the model reads text alone."""
-    if not hasattr(model, "get_mm_mapping"):
-        return {}
-    mapping = model.get_mm_mapping()
-    return dict.fromkeys(mapping.tower_model, "vision") | dict.fromkeys(mapping.connector, "projector")
 
 
 def _is_matrix(loaded: LoadedTensor) -> bool:

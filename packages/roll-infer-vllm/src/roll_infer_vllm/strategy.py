@@ -106,7 +106,7 @@ class VllmStrategy(InferStrategy):
                 self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, slot_devices(mesh))
             processor = self._files.processor
             media_token_ids = () if processor is None else processor.media_token_ids
-            await while_alive(engine, engine.collective_rpc("roll_prepare", args=(media_token_ids, model.freeze)))
+            await while_alive(engine, engine.collective_rpc("roll_prepare", args=(media_token_ids,)))
             await engine.update_weight_version("0")
             await engine.get_supported_tasks()  # fetched once here, so that requests enter in the order of arrival
             if self._stale:
@@ -149,6 +149,8 @@ class VllmStrategy(InferStrategy):
             else:
                 await engine.sleep(level=self._settings.sleep_level, mode="abort")
 
+        if self._weights is not None:
+            self._weights.forget()
         await while_alive(engine, release())
         self._asleep = self._stale = True
 

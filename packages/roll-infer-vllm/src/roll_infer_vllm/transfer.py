@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
 from roll_infer_vllm import experts
 from roll_infer_vllm.loaded_model import VllmModel, remember_unreadable
@@ -55,6 +56,8 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
     def start_weight_update(self) -> None:
         """Start an update: tensors are buffered until their layer is complete, and then replace it."""
         self.failure = ""
+        # vLLM warns of each layer that an update does not contain; those were compared with the manifest before.
+        logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
         if self.device.type == "cpu":
             pack_experts_again(self.model)
         name_partial_loaders(self.model)

@@ -17,23 +17,17 @@ class WorkerExtension:
     weight_transfer_engine: Any
     device: Any
 
-    roll_frozen: Sequence[str] = ()
-
-    def roll_prepare(self, never_sampled: Sequence[int], frozen: Sequence[str]) -> None:
-        """Install our sampler, which never samples these ids. Called once after the model is loaded.
-
-        `frozen` has the parts of the model that weight updates do not contain (`ModelSpec.freeze`).
-        """
+    def roll_prepare(self, never_sampled: Sequence[int]) -> None:
+        """Install our sampler, which never samples these ids. Called once after the model is loaded."""
         from roll_infer_vllm.workarounds import use_tempered_sampler
 
         use_tempered_sampler(self.model_runner, never_sampled)
-        self.roll_frozen = frozen
 
     def roll_act(self, action: Action, argument: Any) -> Any:
         """Run an action of `LoadedModel.act` on this process's model."""
         from roll_infer_vllm.loaded_model import VllmModel
 
-        return VllmModel(self.model_runner.get_model(), str(self.device), self.roll_frozen).act(action, argument)
+        return VllmModel(self.model_runner.get_model(), str(self.device)).act(action, argument)
 
     def roll_load_failure(self) -> str:
         """Reason why this process failed to load a bucket of the update; empty if it loaded all of them."""

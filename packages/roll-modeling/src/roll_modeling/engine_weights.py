@@ -24,7 +24,15 @@ from typing_extensions import override
 
 from roll_core.spec.weights import Digests, torch_dtype
 from roll_weight_transports.buckets import BucketInfo, BucketWriter, opening_failure, read_bucket
-from roll_weight_transports.comparing import compare, compare_adapter, entries, rank_dim, refuse, refuse_adapter
+from roll_weight_transports.comparing import (
+    compare,
+    compare_adapter,
+    entries,
+    rank_dim,
+    refuse,
+    refuse_adapter,
+    unsent_digests,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -95,6 +103,10 @@ class EngineWeights(ABC):
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
         """Digests of the loaded tensors by name. The engine labels all further tokens with the manifest's version."""
 
+    def forget(self) -> None:
+        """Forget which tensors are loaded: the next update must contain all of them."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Release resources. Idempotent."""
@@ -107,15 +119,20 @@ class ModelWeights(EngineWeights):
         """`bucket_bytes` is the bucket size; `devices` are the devices of the engine processes."""
         self._processes = processes
         self.writer = BucketWriter(bucket_bytes, devices)
+        self._unsent: Mapping[str, str] = {}
+        self._digests: Mapping[str, str] = {}
+        """Digests of the loaded tensors; empty if an update has not completed."""
 
     @override
     async def compare(self, manifest: WeightManifest) -> None:
         processes = self._processes
         refuse(processes.who, processes.engine, manifest, await processes.act("compare", entries(manifest)))
+        self._unsent = unsent_digests(processes.who, manifest, self._digests)
 
     @override
     async def load(self, incoming: Incoming) -> None:
         processes, writer = self._processes, self.writer
+        self.forget()
         await processes.begin_update()
         try:
             following = await asyncio.to_thread(next, incoming, None)
@@ -133,7 +150,13 @@ class ModelWeights(EngineWeights):
     @override
     async def digests(self, manifest: WeightManifest) -> Mapping[str, str]:
         expected = [(entry.name, entry.dtype, entry.digest) for entry in manifest.tensors]
-        return _merged(await self._processes.act("digest", expected, version=manifest.version), manifest)
+        read = _merged(await self._processes.act("digest", expected, version=manifest.version), manifest)
+        self._digests = {**self._unsent, **read}
+        return self._digests
+
+    @override
+    def forget(self) -> None:
+        self._digests = {}
 
     @override
     def close(self) -> None:

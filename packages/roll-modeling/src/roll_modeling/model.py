@@ -210,12 +210,27 @@ def trained_parameters(model: PreTrainedModel, spec: ModelSpec) -> Iterator[nn.P
     that `spec.freeze` leaves out."""
     for part in text_parts(model):
         yield from part.parameters()
-    parts = image_parts(model)
-    projector = {id(parameter) for part in parts.get("projector", ()) for parameter in part.parameters()}
-    for name, modules in parts.items():
-        for parameter in (parameter for part in modules for parameter in part.parameters()):
-            if name not in spec.freeze and (name == "projector" or id(parameter) not in projector):
-                yield parameter
+    for name, parameters in _image_parameters(model).items():
+        if name not in spec.freeze:
+            yield from parameters.values()
+
+
+def frozen_parameters(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the parameters of each image part in which no parameter is trained, not even an adapter's."""
+    parts = _image_parameters(model).values()
+    untrained = [part for part in parts if not any(parameter.requires_grad for parameter in part.values())]
+    return frozenset(name for part in untrained for name in part)
+
+
+def _image_parameters(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
+    """Parameters of `image_parts` by name. A projector inside of the encoder belongs to `projector` alone."""
+    parts = {
+        name: {id(parameter) for module in modules for parameter in module.parameters()}
+        for name, modules in image_parts(model).items()
+    }
+    parts = {name: ids - parts["projector"] if name == "vision" else ids for name, ids in parts.items()}
+    named = list(model.named_parameters())
+    return {part: {name: parameter for name, parameter in named if id(parameter) in ids} for part, ids in parts.items()}
 
 
 def end_token_ids(

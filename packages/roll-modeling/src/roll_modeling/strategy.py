@@ -11,8 +11,8 @@ import torch
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import PortableState, StateKind, TrainStrategy
 from roll_modeling.blocks import prepare_blocks, transformer_blocks
-from roll_modeling.lora import Adapters, adapters_off, add_adapters
-from roll_modeling.model import DTYPES, load_model, trained_parameters
+from roll_modeling.lora import Adapters, adapters_off, add_adapters, base_name
+from roll_modeling.model import DTYPES, frozen_parameters, load_model, trained_parameters
 from roll_modeling.module_programs import StrategyModule, load_module, model_library
 from roll_modeling.offload import Offloader
 from roll_modeling.pieces import warn_of_mtp, write_gathered
@@ -21,7 +21,7 @@ from roll_modeling.portable_state import check_same, router_buffers, stored_buff
 from roll_modeling.process_group import select_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -51,6 +51,7 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
     adapters: Adapters | None
     optimizer: OptimizerT | None = None
     """None for a role that only scores."""
+    _frozen: frozenset[str] = frozenset()
 
     def _begin_build(self, model: ModelSpec, mesh: MeshInfo) -> None:
         """Keep the arguments of `build`, create the library, and set this thread's device and number of threads."""
@@ -80,6 +81,8 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
                 every = trained_parameters(self.model, self.spec) if self.library is None else self.model.parameters()
                 for parameter in every:
                     parameter.requires_grad_(True)
+        if self.library is None:
+            self._frozen = frozenset(base_name(name) for name in frozen_parameters(self.model))
         return adapters
 
     def _prepare_blocks(self, config: HuggingFaceConfig) -> None:
@@ -127,6 +130,10 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         )
 
     # -- weights -------------------------------------------------------------------------------------------------------
+
+    def frozen_weights(self) -> Collection[str]:
+        """Parameters of the parts of `model_args.freeze`, unless an adapter of the part is trained."""
+        return self._frozen
 
     def export_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Correction biases of routers, see `router_buffers`."""

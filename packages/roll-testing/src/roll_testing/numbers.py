@@ -152,6 +152,20 @@ class TrainNumberTests(TrainKit):
                 expected[name] = 0.0 * expected[name]
         check_near("gradient after images", gradient, expected, BOUNDS["fp32"].gradient)
 
+    @pytest.mark.parametrize("freeze", [("vision", "projector"), ()], ids=["frozen", "trained"])
+    def test_frozen_weights_never_change(
+        self, case: Case, world_size: int, freeze: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        """Steps must not change the weights that `frozen_weights` names, because engines receive them only once."""
+        self.need_training()
+        case, model = self._seeing(case, tmp_path, freeze)
+        done = self.trained(case, ONE_STEP, [Step(sequences=model.batch(), loss=LOSSES["sft"])])
+        if unknown := done.frozen - done.before.keys():
+            raise AssertionError(f"{min(unknown)} is declared as frozen, but is not exported")
+        changed = [name for name in done.frozen if not np.array_equal(done.before[name], done.after[name])]
+        assert not changed, f"{min(changed)} is declared as frozen, but a step changed it"
+        assert freeze or not done.frozen, f"{min(done.frozen)} is declared as frozen, but is trained"
+
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("loss", LOSSES)

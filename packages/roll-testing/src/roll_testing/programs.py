@@ -73,6 +73,8 @@ class Trained:
     before: Arrays
     """Weights before the steps; empty on ranks that are not leaders."""
     after: Arrays
+    frozen: frozenset[str]
+    """Names of the weights that the strategy declares as frozen."""
 
 
 def raised(call: Callable[[], object]) -> Raised | None:
@@ -123,6 +125,7 @@ def _trained(strategy: TrainStrategy, before: Arrays, done: Sequence[tuple[StepS
         metrics=tuple(metrics for _, metrics in done),
         before=before,
         after=weights(strategy),
+        frozen=frozenset(strategy.frozen_weights()),
     )
 
 

@@ -35,8 +35,21 @@ class EngineTensor(Protocol):
 
 
 def entries(manifest: WeightManifest) -> list[tuple[str, list[int]]]:
-    """Names and shapes of the manifest's tensors, as plain values to send to the engine's processes."""
-    return [(entry.name, list(entry.shape)) for entry in manifest.tensors]
+    """Names and shapes of all tensors of the manifest, as plain values to send to the engine's processes."""
+    return [(entry.name, list(entry.shape)) for entry in manifest.loaded]
+
+
+def unsent_digests(who: str, manifest: WeightManifest, loaded: Mapping[str, str]) -> dict[str, str]:
+    """Digests of the manifest's unsent tensors, from those with which the engine loaded its tensors.
+
+    Raises `MissingTensorError` if the engine has not loaded one of them.
+    """
+    if missing := [entry.name for entry in manifest.unsent if entry.name not in loaded]:
+        raise MissingTensorError(
+            f"{who}: version {manifest.version} does not contain {missing[0]}, and the engine has not loaded it before"
+            f" ({len(missing)} such tensors)"
+        )
+    return {entry.name: loaded[entry.name] for entry in manifest.unsent}
 
 
 def compare(

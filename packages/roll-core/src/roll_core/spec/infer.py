@@ -81,6 +81,10 @@ class InferStrategy(ABC):
         may lack digests that are not computed yet. Compute the receipt's digests from the engine's weights *after* the
         update, with the function that the manifest names, as `roll_core.spec.weights.make_receipt` does.
 
+        With `capabilities.keeps_weights`, tensors of `manifest.unsent` keep their values. The receipt has the digests
+        with which the engine loaded them. Raise `MissingTensorError`, and change nothing, if it has no digest of one:
+        no update contained it since the start, the last `sleep` or a failed update.
+
         With `capabilities.in_flight_update`, running requests continue with the new weights. Otherwise the caller
         ensures that none are running.
 

@@ -108,6 +108,8 @@ class InferCapabilities:
     """`update_weights` accepts tensors on the worker's own device. Otherwise they are always on the host."""
     weight_transports: tuple[str, ...] = ()
     """Names of the weight transports that can deliver weights to it. Empty: its weights cannot be updated."""
+    keeps_weights: bool = False
+    """Keeps tensors that an update does not contain, `WeightManifest.unsent`. Otherwise each update contains all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from roll_core.spec.module_program import move_tensors
 from roll_core.types import DataRank, Media, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -400,6 +400,14 @@ class TrainStrategy(ABC):
         before the next step. With adapters, it is the merged weight W + scale · B A, a new tensor that the caller may
         keep; names are those of the model without adapters, and the parameters do not change.
         """
+
+    def frozen_weights(self) -> Collection[str]:
+        """Names in `export_weights` whose values never change, such as those of a frozen image encoder.
+
+        Engines with `keeps_weights` receive them once. Parameters of a layer are frozen together, because engines fuse
+        them. Valid after `build` on every rank. Default: none.
+        """
+        return ()
 
     def export_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of buffers that an engine needs as well, such as routers' `e_score_correction_bias`.

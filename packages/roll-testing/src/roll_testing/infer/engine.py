@@ -18,7 +18,7 @@ from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.infer.interrupting import settle
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -123,18 +123,25 @@ class Engine:
         shared: bool = False,
         digests: bool = True,
         like: str = "",
+        unsent: Collection[str] = (),
     ) -> WeightReceipt:
         """Publish `weights` as the next version and return the receipt.
 
         If `sent` is given, these tensors are sent under the manifest of `weights`. With `digests=False`, the manifest
-        has no digests. `like` is the function of the digests, see `roll_core.spec.weights`.
+        has no digests. `like` is the function of the digests, see `roll_core.spec.weights`. Tensors named in `unsent`
+        are not sent.
         """
         self.version += 1
         self.pristine = False
         manifest = make_manifest(self.version, weights.items(), like)
         if not digests:
             manifest = replace(manifest, tensors=tuple(replace(tensor, digest=like) for tensor in manifest.tensors))
-        tensors = weights.items() if sent is None else sent
+        manifest = replace(
+            manifest,
+            tensors=tuple(entry for entry in manifest.tensors if entry.name not in unsent),
+            unsent=tuple(entry for entry in manifest.tensors if entry.name in unsent),
+        )
+        tensors = [(name, weights[name]) for name in weights if name not in unsent] if sent is None else sent
         return self.run(lambda: self.strategy.update_weights(self.version, manifest, iter(tensors), shared=shared))
 
     def close(self) -> None:

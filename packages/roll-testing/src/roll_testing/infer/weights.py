@@ -23,7 +23,7 @@ from roll_testing.programs import expect, raised
 from roll_testing.publishing import BUCKET_BYTES, DEADLINE_S, IN_ONE_PROCESS, transport_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -117,6 +117,43 @@ class WeightTests(InferKit):
         held = {name: tensor.to(weights[name].dtype) for name, tensor in sent.items()}
         has_digests(receipt, held, "what is held")
         self.check_outputs(engine, setup, oracle, held)
+
+    # -- tensors that are not sent ----------------------------------------------------------------------------------
+
+    def test_tensors_that_are_not_sent_keep_their_values(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
+        """With `keeps_weights`, an update must leave the tensors of a layer that it does not contain as they are.
+
+        The receipt must have the digests of all tensors.
+        """
+        self.need(self.can.keeps_weights, "keeps_weights")
+        engine.publish(first := self._moved(setup, 18))
+        for seed in (19, 20):
+            weights = self._moved(setup, seed) | _first_layer(first)
+            receipt = engine.publish(weights, unsent=_first_layer(first))
+            has_digests(receipt, weights, "what was sent and kept")
+            self.check_outputs(engine, setup, oracle, weights)
+
+    @pytest.mark.parametrize("after", ["a failed update", "a sleep"])
+    def test_tensors_that_may_be_lost_must_be_sent(
+        self, engine: Engine, setup: Setup, oracle: Oracle, after: str
+    ) -> None:
+        """With `keeps_weights`, an update without a tensor that may be lost must raise a `MissingTensorError`.
+
+        Tensors may be lost in a failed update and in a sleep. The next update of all tensors must work.
+        """
+        self.need(self.can.keeps_weights, "keeps_weights")
+        weights = self._moved(setup, 21)
+        engine.publish(weights)
+        if after == "a sleep":
+            self.need(self.can.sleeps, "sleeps")
+            engine.run(engine.strategy.sleep)
+            engine.run(engine.strategy.wake)
+        else:
+            raised(lambda: engine.publish(weights, sent=list(weights.items())[:1]))
+        error = raised(lambda: engine.publish(weights, unsent=_first_layer(weights)))
+        expect(error, MissingTensorError, f"a tensor that is not sent after {after}", next(iter(_first_layer(weights))))
+        engine.publish(weights)
+        self.check_outputs(engine, setup, oracle, weights)
 
     # -- faulty publishes ----------------------------------------------------------------------------------------------
 
@@ -235,6 +272,11 @@ class WeightTests(InferKit):
         return engine.run(act)
 
 
+def _first_layer(weights: Weights) -> Weights:
+    """The tensors of the first layer, which engines may fuse with each other."""
+    return {name: tensor for name, tensor in weights.items() if ".0." in name}
+
+
 class _Reused:
     """Tensors as a transport yields them: in a buffer that the next one overwrites."""
 
@@ -265,6 +307,10 @@ class _Exporter:
     def export_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield nothing: the model has no such buffers."""
         return iter(())
+
+    def frozen_weights(self) -> Collection[str]:
+        """Return nothing: all weights change."""
+        return ()
 
 
 def has_digests(receipt: WeightReceipt, weights: Mapping[str, Tensor], what: str, like: str | None = None) -> None:

@@ -103,8 +103,10 @@ class WeightSyncController:
         guards = self._run.guards
         engine, changed_at = self._run.engine(target), self._run.train_role(source).changed_at
         metrics: dict[str, float] = {}
+        # Another role's weights, or a sleep, replace the frozen tensors too.
+        keeps_weights = engine.capabilities.keeps_weights and engine.has_weights and self._sources.get(target) == source
         try:
-            report = await self._publish_to_all(engine, link, version, changed_at)
+            report = await self._publish_to_all(engine, link, version, changed_at, keeps_weights=keeps_weights)
         except WeightsUnchangedError as error:
             guards.failed("weights_unchanged", error)
         except WeightSyncError as error:
@@ -137,7 +139,9 @@ class WeightSyncController:
                 log.warning("%s: the logprob probe is postponed until the engine has restarted: %s", target, error)
         return metrics
 
-    async def _publish_to_all(self, engine: GroupInferRole, link: _Link, version: int, changed_at: int) -> SyncReport:
+    async def _publish_to_all(
+        self, engine: GroupInferRole, link: _Link, version: int, changed_at: int, *, keeps_weights: bool
+    ) -> SyncReport:
         """Publish to every replica. Replicas that exited, or hang during the publish, are restarted before the next
         attempt.
 
@@ -148,7 +152,7 @@ class WeightSyncController:
             for left in reversed(range(PUBLISH_ATTEMPTS)):
                 try:
                     await engine.revive()
-                    return await link.publisher.publish(version, changed_at=changed_at)
+                    return await link.publisher.publish(version, changed_at=changed_at, keeps_weights=keeps_weights)
                 except (WorkerDiedError, WeightSyncError) as error:
                     ranks = error.ranks if isinstance(error, ReceiverTimeoutError) else ()
                     if not left or not (

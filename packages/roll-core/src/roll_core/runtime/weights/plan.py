@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.spec.config import WeightFormat
     from roll_core.spec.providers import WeightTransportProvider
-    from roll_core.types import WeightManifest, WeightReceipt
+    from roll_core.types import TensorEntry, WeightManifest, WeightReceipt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,9 @@ class SyncPlan:
     """For a transport within one process: true if receivers use the sender's tensors. If false, they copy the tensors,
     because the trainer updates them during generation."""
 
+    unsent: tuple[TensorEntry, ...] = ()
+    """Frozen tensors that all receivers have loaded in earlier publishes; they are not sent."""
+
     def receivers_of(self, rank: int) -> tuple[int, ...]:
         """Ranks of the receivers that a train rank sends to."""
         sources = self.route.sources
@@ -69,6 +72,8 @@ class SendHandle:
     """Address by receiver rank, if there are several senders."""
     tensors: Sequence[tuple[str, Tensor]] = ()
     """The exported tensors themselves, for a transport within one process."""
+    frozen: frozenset[str] = frozenset()
+    """Names of tensors that never change, so that later publishes need not send them."""
     sample: str = ""
     """Fingerprint of a sample of these tensors, see `sample_fingerprint`."""
     sample_s: float = 0.0

@@ -54,7 +54,7 @@ class SyncReport:
     """Sizes and durations of one publish."""
 
     weight_bytes: int
-    """Size of one copy of the weights in bytes."""
+    """Size of one copy of the weights in bytes, with those that engines keep."""
     copied_bytes: int
     """Bytes copied by senders; 0 if the tensors themselves were handed over."""
     seconds: float
@@ -74,19 +74,27 @@ class WeightPublisher:
         self._senders = WorkerStub[SendingWorker](train)
         self._receivers = WorkerStub[ReceivingWorker](infer)
         self._previous: WeightManifest | None = None
+        self._previous_replaced = 0
         self._previous_sample = ""
+        self._unsent: tuple[TensorEntry, ...] = ()
+        """Frozen tensors that the receivers of the previous publish have proved to have; empty after a failure."""
 
-    async def publish(self, version: int, *, changed_at: int | None = None) -> SyncReport:
+    async def publish(self, version: int, *, changed_at: int | None = None, keeps_weights: bool = False) -> SyncReport:
         """Send the weights as `version`, and return when every receiver has proved that it loaded them.
 
         `changed_at`: version made by the last optimizer step with a non-zero gradient (default: `version`). Weights
-        published at that version or later may be unchanged.
+        published at that version or later may be unchanged. `keeps_weights`: the receivers still have the weights of
+        this publisher's previous publish, so frozen tensors are not sent again, except after a failed publish or the
+        restart of a receiver.
 
         Raises a `WeightSyncError` that names role, rank and tensor, or `WorkerDiedError`. After an error the receivers
         may hold weights of mixed versions until a publish succeeds; after `WeightsUnchangedError` they hold `version`.
         """
         begun = time.perf_counter()
         plan = self._next_plan(version)
+        if keeps_weights and self._previous_replaced == plan.replaced:
+            plan = replace(plan, unsent=self._unsent)
+        self._unsent, self._previous_replaced = (), plan.replaced
         rank, handle = await self._prepare(plan)
         if plan.transport.in_process:
             outcome, receipts = SendOutcome(manifest=handle.manifest), await self._hand_over(plan, handle)
@@ -103,6 +111,10 @@ class WeightPublisher:
         except WeightSyncError as error:
             error.loaded = True
             raise
+        # Tensors of the trainer that a receiver uses without a copy are handed over each time.
+        self._unsent = tuple(
+            entry for entry in proven.loaded if entry.name in handle.frozen and not entry.digest.startswith(MEMORY)
+        )
         # Before the checks below: receivers hold this version even if one of them raises.
         previous, self._previous = self._previous, proven
         previous_sample, self._previous_sample = self._previous_sample, handle.sample
@@ -112,11 +124,11 @@ class WeightPublisher:
                 previous = replace(previous, tensors=sent.tensors)
             require_change(sent, previous, role=self._train.role, rank=rank)
         ended = time.perf_counter()
-        weight_bytes = sum(entry_bytes(entry) for entry in sent.tensors)
+        num_bytes = sum(entry_bytes(entry) for entry in sent.tensors)
         num_copies = 0 if plan.transport.in_process else len(set(plan.route.sources)) or 1
         return SyncReport(
-            weight_bytes=weight_bytes,
-            copied_bytes=weight_bytes * num_copies,
+            weight_bytes=num_bytes + sum(entry_bytes(entry) for entry in sent.unsent),
+            copied_bytes=num_bytes * num_copies,
             seconds=ended - begun,
             proof_s=ended - proving + handle.sample_s,
         )
@@ -320,9 +332,9 @@ def verify(manifest: WeightManifest, receipt: WeightReceipt, previous: WeightMan
         raise StaleWeightsError(
             f"{who} has weight version {receipt.version}, expected {manifest.version}: it ignored the update"
         )
-    sent = {entry.name: entry.digest for entry in manifest.tensors}
+    sent = {entry.name: entry.digest for entry in manifest.loaded}
     loaded = receipt.digests
-    wrong = [entry for entry in manifest.tensors if loaded.get(entry.name, entry.digest) != entry.digest]
+    wrong = [entry for entry in manifest.loaded if loaded.get(entry.name, entry.digest) != entry.digest]
     # A tensor in the place of another explains other differences, so it is checked first.
     if wrong:
         raise _wrong_digests(who, manifest.version, sent, loaded, wrong, previous)
@@ -353,7 +365,7 @@ def _wrong_digests(
             f"{who}: the receipt has digest {loaded[first.name]} of {first.name}, but the manifest names"
             f" {digest_function(first.digest) or 'XXH3'}: digest with `like=entry.digest`, or use `make_receipt`"
         )
-    before = {entry.name: entry.digest for entry in previous.tensors} if previous else {}
+    before = {entry.name: entry.digest for entry in previous.loaded} if previous else {}
     if previous is not None and all(loaded[name] == before.get(name) for name in names):
         return StaleWeightsError(
             f"{who} confirmed weight version {version}, but has the values of version {previous.version} in"
@@ -374,7 +386,7 @@ def _wrong_digests(
 
 def require_change(manifest: WeightManifest, previous: WeightManifest, *, role: str, rank: int) -> None:
     """Raise `WeightsUnchangedError` if a new version has the same values as the one before."""
-    before = {entry.name: entry.digest for entry in previous.tensors}
+    before = {entry.name: entry.digest for entry in previous.loaded}
     steps = manifest.version - previous.version
     if steps <= 0 or any(before.get(entry.name) != entry.digest for entry in manifest.tensors):
         return

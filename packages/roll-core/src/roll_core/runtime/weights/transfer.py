@@ -34,7 +34,7 @@ from roll_core.spec.weights import Digests, digest_function, make_receipt, memor
 from roll_core.types import WeightManifest, WeightReceipt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -83,16 +83,18 @@ class WeightSender:
             buffers = dict(self._buffers(plan))
             tensors = [
                 (name, tensor.to(dtype) if dtype and tensor.is_floating_point() and name not in buffers else tensor)
-                for name, tensor in self._export(plan)
+                for name, tensor in self._exported(plan)
             ]
             # Only after the export, which is collective.
             if not self.sends(plan):
                 return None
             # The entries name the memory, so that the proof needs no digests.
             entries = tuple(tensor_entry(name, tensor, memory_token(tensor)) for name, tensor in tensors)
-            manifest, begun = WeightManifest(version=plan.version, tensors=entries), time.perf_counter()
-            sample = sample_fingerprint(tensors)
-            return SendHandle(manifest=manifest, tensors=tensors, sample=sample, sample_s=time.perf_counter() - begun)
+            manifest = WeightManifest(version=plan.version, tensors=entries, unsent=plan.unsent)
+            begun, frozen = time.perf_counter(), self._frozen(plan)
+            sample = sample_fingerprint([(name, tensor) for name, tensor in tensors if name not in frozen])
+            sample_s = time.perf_counter() - begun
+            return SendHandle(manifest=manifest, tensors=tensors, frozen=frozen, sample=sample, sample_s=sample_s)
         # What determines the export of every rank, and is equal on all of them: a description is collective, too.
         what = (
             plan.dtype,
@@ -106,18 +108,21 @@ class WeightSender:
             self._described = what, tuple(self._describe(plan))
         if not self.sends(plan):
             return None
-        manifest = WeightManifest(version=plan.version, tensors=self._described[1])
-        return SendHandle(manifest=manifest, address=self._open(plan).address)
+        return SendHandle(
+            manifest=self._manifest(plan, self._described[1]),
+            frozen=self._frozen(plan),
+            address=self._open(plan).address,
+        )
 
     def send(self, plan: SyncPlan) -> SendOutcome | None:
         """Send the weights that `prepare` described; None on ranks that do not send."""
-        exported = iter(self._export(plan))
+        exported = self._exported(plan)
         if not self.sends(plan):
             _exhaust(exported)
             return None
         if self._described is None or self._endpoint is None:
             raise WeightSyncError(f"{self._role} rank {self._rank}: send() was called before prepare()")
-        manifest = WeightManifest(version=plan.version, tensors=self._described[1])
+        manifest = self._manifest(plan, self._described[1])
         try:
             sent = self._endpoint.send(manifest, exported, Deadline(plan.deadline_s))
         # Closed before the export ends, which may take long: receivers that are left see the end at once.
@@ -138,13 +143,29 @@ class WeightSender:
                 f" {sent[0].digest} of {sent[0].name}, but the manifest names {self._described[1][0].digest or 'XXH3'}:"
                 " digest with `like=entry.digest`, as `roll_weight_transports.bucket_plan.fill` does"
             )
-        return SendOutcome(manifest=WeightManifest(version=plan.version, tensors=tuple(sent)))
+        return SendOutcome(manifest=replace(manifest, tensors=tuple(sent)))
 
     def close(self) -> None:
         """Close the endpoint. Idempotent."""
         if self._endpoint is not None:
             self._endpoint.close()
         self._endpoint = None
+
+    def _frozen(self, plan: SyncPlan) -> frozenset[str]:
+        # A matrix in fp8 is two tensors with other names; all of them are sent.
+        if plan.self_test or plan.adapters or plan.weight_format != "dtype":
+            return frozenset()
+        return frozenset(self._strategy.frozen_weights())
+
+    def _manifest(self, plan: SyncPlan, described: Iterable[TensorEntry]) -> WeightManifest:
+        unsent = {entry.name for entry in plan.unsent}
+        tensors = tuple(entry for entry in described if entry.name not in unsent)
+        return WeightManifest(version=plan.version, tensors=tensors, unsent=plan.unsent)
+
+    def _exported(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that are sent. Those that receivers keep are exported too, because exports are collective."""
+        unsent = {entry.name for entry in plan.unsent}
+        return ((name, tensor) for name, tensor in self._export(plan) if name not in unsent)
 
     def _export(self, plan: SyncPlan) -> Iterator[tuple[str, Tensor]]:
         if plan.self_test:
