@@ -52,7 +52,7 @@ class Config:
         self.seed, self.prompt_length, self.response_length = 1, total // 2, total - total // 2
         self.max_consecutive_failures = 2
         self.max_tokens_per_traj: int | None = None
-        self.echo_coef = 0.0
+        self.has_message_loss = False
         self.turns, self.reply = turns, reply
         self.custom_envs = {
             "guess": AgenticEnvConfig(environment="x", max_retries=retries, response_mask=mask or ResponseMaskConfig())
@@ -482,7 +482,7 @@ def test_an_episode_has_a_maximum_number_of_sampled_tokens(tokenizer: Any) -> No
 
 def test_echo_weighs_the_messages_of_the_environment(tokenizer: Any) -> None:
     config = Config()
-    config.echo_coef = 0.1
+    config.has_message_loss = True
     group = asyncio.run(EpisodeGroup(episodes(tokenizer, FIVE, config)).run(Script(tokenizer, RIGHT, n=2), PROMPT))
     for row in with_echo(Experience.of([group])).sequences:
         assert tokenizer.decode(row.tokens[row.streams["echo"] == 1].tolist()) == "higherlower"
@@ -494,7 +494,7 @@ def test_echo_weighs_each_message_of_a_forked_episode_once(tokenizer: Any) -> No
         tokenizer.chat_template = SHORTENS
         try:
             config = Config(reply=20)
-            config.echo_coef = 0.1
+            config.has_message_loss = True
             shared = episodes(tokenizer, FIVE, config, template="native")
             return await EpisodeGroup(shared).run(Script(tokenizer, ["I say 3<eos>", "8<eos>", "5<eos>"]), PROMPT)
         finally:

@@ -56,7 +56,7 @@ class Config:
     """The keys of `AgenticConfig` that episodes read."""
 
     seed, prompt_length, response_length = SEED, 1000, 1000
-    max_consecutive_failures, max_tokens_per_traj, echo_coef = 20, None, 0.0
+    max_consecutive_failures, max_tokens_per_traj, has_message_loss = 20, None, False
     rewards: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, timeout_s: float, retries: int, setup_timeout_s: float | None = None) -> None:

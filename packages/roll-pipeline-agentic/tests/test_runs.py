@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,13 @@ import yaml
 from transformers import AutoTokenizer
 
 from roll_core.api.files import FileCheck
+from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, DataError
 from roll_core.spec.config import TokenizerConfig
+from roll_pipeline_agentic.config import EvaluateEpisodesConfig
 
 if TYPE_CHECKING:
     from conftest import AgenticRuns
@@ -330,3 +333,29 @@ def test_recorded_episodes_are_replayed(runs: AgenticRuns) -> None:
     first, second = (runs.metrics(result)[-1] for result in (recorded, runs.ok(replayed)))
     for name in ("actor/grad_norm", "score/mean", "env/guess/turns/mean", "env/guess/valid"):
         assert first[name] == pytest.approx(second[name])
+
+
+def test_evaluation_equals_the_validation_of_a_run(runs: AgenticRuns) -> None:
+    manager = {"group_size": 2, "num_env_groups": 1, "generating_args": {"temperature": 1.0}}
+    config = runs.config(max_steps=1, eval_steps=1, val_batch_size=6, val_env_manager=manager)
+    trained = runs.ok(config)
+    before, after = (scores(line) for line in runs.metrics(trained))
+    shared = {key: value for key, value in config.items() if key in EvaluateEpisodesConfig.model_fields}
+    shared |= {"pipeline": "evaluate_agentic", "exp_name": "evaluated", "save_steps": 1, "eval_steps": 1}
+    model = {"random_init": config["actor_train"]["model_args"]["random_init"]}
+    engine = {"data_args": {"template": "plain"}, "model_args": {"dtype": "fp32", **model}}
+    alone = shared | {"max_steps": None, "actor_infer": config["actor_infer"] | engine}
+    *_, last = lines = runs.metrics(runs.ok(alone))
+    assert len(lines) == 3  # 3 groups, one after the other
+    assert scores(last) == before
+    assert 1 <= last["env/guess/turns/mean"] <= 3
+    # With the config of the run, which names no template: the export has it.
+    assert main(["eval", str(trained.run_dir.export), str(runs.folder / "agentic.yaml")]) == 0
+    page = runs.folder / "output/agentic-eval/001/metrics.jsonl"
+    exported = json.loads(page.read_text(encoding="utf-8").splitlines()[-1])
+    assert scores(exported) == after
+
+
+def scores(line: dict[str, float]) -> dict[str, float]:
+    """Metrics of an evaluation without those of episodes."""
+    return {name: value for name, value in line.items() if re.match("val/(?!env|rollout)", name)}

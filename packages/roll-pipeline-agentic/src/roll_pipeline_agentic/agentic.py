@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import statistics
 from collections import Counter, defaultdict
 from functools import partial
@@ -23,6 +24,7 @@ from typing_extensions import override
 from roll_core.algorithms.losses import CrossEntropy
 from roll_core.data.rollouts import rows, tokens_of
 from roll_core.errors import ContractError, DataError, PluginLoadError
+from roll_core.pipelines.evaluate import Evaluation
 from roll_core.pipelines.experience import sample_metrics
 from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, group_filter, mean_counts
 from roll_core.pipelines.rlvr import PolicyPipeline
@@ -44,7 +46,7 @@ from roll_core.spec.rollout import Prompt
 from roll_pipeline_agentic.agents import AgentHost
 from roll_pipeline_agentic.calls import seed_of
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
-from roll_pipeline_agentic.config import AgenticConfig
+from roll_pipeline_agentic.config import AgenticConfig, EvaluateEpisodesConfig
 from roll_pipeline_agentic.environment_process import CallFailed, describe
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import Isolation
     from roll_core.types import Group, Rollout, Sample, TokenIds
-    from roll_pipeline_agentic.config import EnvManagerConfig
+    from roll_pipeline_agentic.config import EnvManagerConfig, EpisodeConfig
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +95,15 @@ class SelectWithEcho(SelectTokens):
         return super().__call__(run, with_echo(experience)).with_loss()
 
 
-class AgenticPipeline(PolicyPipeline[AgenticConfig]):
-    """Trains a policy in environments."""
+class EpisodeEnvironments:
+    """Environments, agents and encoders of a pipeline's episodes."""
 
-    @override
-    def compose(self, run: Run) -> PolicyStages:
+    config: EpisodeConfig
+
+    def _prepare_environments(self, run: Run) -> None:
+        """Load classes and chat templates. Raises `DataError`, `PluginLoadError` and `ContractError`."""
         config = self.config
         tags = list(config.custom_envs)
-        self.warned_of_forks: set[str] = set()
         self.with_success: set[str] = set()
         """Tags whose environments report success."""
         self.hosts = {tag: self._host(run, tag) for tag in tags if config.custom_envs[tag].environment}
@@ -109,7 +112,7 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig]):
         self.encoders = {
             tag: ChatEncoder(
                 run.tokenizer,
-                config.actor_train.data_args,
+                config.roles()[config.chat_role].data_args,
                 where=f"custom_envs.{tag}",
                 tool_format=config.tool_format,
                 thinking=config.thinking,
@@ -132,32 +135,6 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig]):
         }
         if self.agents:
             self.server.check()
-        self.episodes = self._episodes(run, config.train_env_manager)
-        order = self._order(run, config.train_env_manager, config.num_groups)
-        plan = rollout_plan(
-            config,
-            order,
-            keep=group_filter(config.rewards) if config.filters else None,
-            program=partial(EpisodeGroup, self.episodes),
-        )
-        self.validation_order = None
-        if (manager := config.val_env_manager) is not None:
-            num_groups = config.val_batch_size // manager.group_size
-            self.validation_order = self._order(run, manager, num_groups, split="val/")
-        echoes = config.echo_coef
-        masks = policy_masks(config)
-        return PolicyStages(
-            collect=CollectRollouts(config, plan, metrics=self.batch_metrics),
-            score=ScorePolicy(config),
-            credit=RewardCredit(run, config),
-            select=SelectWithEcho(config, masks) if echoes else SelectTokens(config, masks),
-            update=UpdatePolicy(
-                run,
-                config,
-                terms={ECHO: CrossEntropy(stream=ECHO)} if echoes else {},
-                coefs={ECHO: echoes} if echoes else {},
-            ),
-        )
 
     def _host(self, run: Run, tag: str) -> EnvironmentHost:
         """Load the class of an environment and check where it can run. Raises `PluginLoadError` and `ContractError`."""
@@ -217,6 +194,63 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig]):
             format_penalty=manager.format_penalty,
         )
 
+    def _host_metrics(self) -> dict[str, float]:
+        """Durations of the environments' calls, and counts of the agents' recorders, since the last call."""
+        metrics: dict[str, float] = {}
+        for tag, agent in self.agents.items():
+            metrics |= {f"agent/{tag}/{name}": number for name, number in agent.take_counts().items()}
+        for tag, host in (*self.hosts.items(), *self.agents.items()):
+            for method, seconds in host.take_seconds().items():
+                if seconds:
+                    metrics[f"env/{tag}/{method}_s/mean"] = statistics.fmean(seconds)
+                    metrics[f"env/{tag}/{method}_s/max"] = max(seconds)
+        return metrics
+
+    async def close(self) -> None:
+        """Close environments, agents and the server."""
+        for host in (*getattr(self, "hosts", {}).values(), *getattr(self, "agents", {}).values()):
+            await host.close()
+        if hasattr(self, "server"):
+            await self.server.close()
+
+
+class AgenticPipeline(EpisodeEnvironments, PolicyPipeline[AgenticConfig]):
+    """Trains a policy in environments."""
+
+    config: AgenticConfig
+
+    @override
+    def compose(self, run: Run) -> PolicyStages:
+        config = self.config
+        self.warned_of_forks: set[str] = set()
+        self._prepare_environments(run)
+        self.episodes = self._episodes(run, config.train_env_manager)
+        order = self._order(run, config.train_env_manager, config.num_groups)
+        plan = rollout_plan(
+            config,
+            order,
+            keep=group_filter(config.rewards) if config.filters else None,
+            program=partial(EpisodeGroup, self.episodes),
+        )
+        self.validation_order = None
+        if (manager := config.val_env_manager) is not None:
+            num_groups = config.val_batch_size // manager.group_size
+            self.validation_order = self._order(run, manager, num_groups, split="val/")
+        echoes = config.echo_coef
+        masks = policy_masks(config)
+        return PolicyStages(
+            collect=CollectRollouts(config, plan, metrics=self.batch_metrics),
+            score=ScorePolicy(config),
+            credit=RewardCredit(run, config),
+            select=SelectWithEcho(config, masks) if echoes else SelectTokens(config, masks),
+            update=UpdatePolicy(
+                run,
+                config,
+                terms={ECHO: CrossEntropy(stream=ECHO)} if echoes else {},
+                coefs={ECHO: echoes} if echoes else {},
+            ),
+        )
+
     def batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics of a batch's samples and of its episodes."""
         samples = [sample for group in groups for sample in group.samples]
@@ -245,26 +279,13 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig]):
                     next(filter(None, differences), ""),
                 )
 
-    def _host_metrics(self) -> dict[str, float]:
-        """Durations of the environments' calls, and counts of the agents' recorders, since the last call."""
-        metrics: dict[str, float] = {}
-        for tag, agent in self.agents.items():
-            metrics |= {f"agent/{tag}/{name}": number for name, number in agent.take_counts().items()}
-        for tag, host in (*self.hosts.items(), *self.agents.items()):
-            for method, seconds in host.take_seconds().items():
-                if seconds:
-                    metrics[f"env/{tag}/{method}_s/mean"] = statistics.fmean(seconds)
-                    metrics[f"env/{tag}/{method}_s/max"] = max(seconds)
-        return metrics
-
     @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:
         config, manager, order = self.config, self.config.val_env_manager, self.validation_order
         if manager is None or order is None:
             return {}
         await run.publish_weights("actor_train", "actor_infer")
-        counts = next(batch_counts(order.counts))
-        prompts = [order.prompt(tag, position) for tag, number in counts.items() for position in range(max(number, 1))]
+        prompts = validation_prompts(order)
         params = manager.generating_args.sampling_params(default_max_new_tokens=config.response_length)
         program = partial(EpisodeGroup, self._episodes(run, manager))
         groups = await run.rollout("actor_infer", prompts, params, n=manager.group_size, split="val", program=program)
@@ -276,12 +297,37 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig]):
             f"val/{name}": value for name, value in metrics.items()
         }
 
+
+class EvaluateEpisodesPipeline(EpisodeEnvironments, Evaluation[EvaluateEpisodesConfig]):
+    """Scores a model in environments. A step has the episodes of `num_env_groups` groups."""
+
+    config: EvaluateEpisodesConfig
+
     @override
-    async def close(self) -> None:
-        for host in (*getattr(self, "hosts", {}).values(), *getattr(self, "agents", {}).values()):
-            await host.close()
-        if hasattr(self, "server"):
-            await self.server.close()
+    def load(self, run: Run) -> int:
+        config, manager = self.config, self.config.val_env_manager
+        self._prepare_environments(run)
+        self.episodes = self._episodes(run, manager)
+        order = self._order(run, manager, config.val_batch_size // manager.group_size, split="val/")
+        self.prompts = validation_prompts(order)
+        return math.ceil(len(self.prompts) / manager.num_env_groups)
+
+    @override
+    async def batch(self, run: Run, index: int) -> list[Sample]:
+        config, manager = self.config, self.config.val_env_manager
+        prompts = self.prompts[index * manager.num_env_groups : (index + 1) * manager.num_env_groups]
+        params = manager.generating_args.sampling_params(default_max_new_tokens=config.response_length)
+        program = partial(EpisodeGroup, self.episodes)
+        groups = await run.rollout("actor_infer", prompts, params, n=manager.group_size, split="val", program=program)
+        samples = [sample for group in groups for sample in group.samples]
+        run.log(episode_metrics(samples, self.with_success) | self._host_metrics())
+        return samples
+
+
+def validation_prompts(order: EpisodeOrder) -> list[Prompt]:
+    """Placeholders for the episodes of an evaluation. Each tag has at least one group."""
+    counts = next(batch_counts(order.counts))
+    return [order.prompt(tag, position) for tag, number in counts.items() for position in range(max(number, 1))]
 
 
 ECHO = "echo"

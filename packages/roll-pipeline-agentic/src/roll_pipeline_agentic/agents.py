@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from roll_core.spec.rollout import Prompt, RolloutContext
     from roll_core.types import FinishReason
     from roll_pipeline_agentic.chat_encoder import ChatEncoder
-    from roll_pipeline_agentic.config import AgenticConfig
+    from roll_pipeline_agentic.config import EpisodeConfig
     from roll_pipeline_agentic.hosting import HostedEnvironment
     from roll_pipeline_agentic.recording_server import RecordingServer
 
@@ -74,7 +74,7 @@ class AgentHost(EnvironmentHost):
     def __init__(
         self,
         tag: str,
-        config: AgenticConfig,
+        config: EpisodeConfig,
         part: NamedPart[AgentProvider],
         encoder: ChatEncoder,
         server: RecordingServer,

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 
 from roll_core.data.tokenizers import has_tokenizer, stored_chat_template
-from roll_core.pipelines.config import PolicyConfig
+from roll_core.pipelines.config import EvaluationConfig, PolicyConfig
 from roll_core.spec.config import (
     AdvantageOptions,
     Config,
@@ -25,6 +25,8 @@ from roll_core.spec.config import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    RewardKeys,
+    RunConfig,
 )
 from roll_core.spec.providers import Isolation  # noqa: TC001 - pydantic reads the annotation
 from roll_pipeline_agentic.tool_calls import ReplyPart, ToolFormat, tool_format_of
@@ -205,27 +207,17 @@ class CommandConfig(Config):
     """Environment variables in addition to the driver's."""
 
 
-class AgenticConfig(PolicyConfig):
-    """`pipeline: agentic`: reinforcement learning in multi-turn environments."""
+class EpisodeConfig(RewardKeys, RunConfig):
+    """Keys of pipelines whose rollouts are episodes. Base of their schemas."""
 
     multi_turn: ClassVar[bool] = True
-    group_size_key: ClassVar[str] = "train_env_manager.group_size"
-    unread: ClassVar[Mapping[str, str]] = {
-        **PolicyConfig.unread,
-        "num_return_sequences_in_group": "set train_env_manager.group_size",
-        "validation": "set val_env_manager",
-        "soft_overlong_penalty": "set the limits of turns and tokens",
-        "error_max_len_clip": "set max_len_mask",
-    }
+    chat_role: ClassVar[str]
+    """Role whose `data_args` describe how conversations become tokens."""
 
     custom_envs: dict[str, AgenticEnvConfig]
     """Config of each environment, by tag."""
-    train_env_manager: EnvManagerConfig = EnvManagerConfig()
-    """Episodes of a step."""
     val_env_manager: ValEnvManagerConfig | None = None
     """Episodes of an evaluation. Default: no evaluation."""
-    rollout_batch_size: PositiveInt = 128
-    """Episodes per step, a multiple of `train_env_manager.group_size`."""
     val_batch_size: PositiveInt = 128
     """Episodes per evaluation, a multiple of `val_env_manager.group_size`. Each tag has at least one group."""
     max_actions_per_traj: PositiveInt = 10
@@ -246,39 +238,34 @@ class AgenticConfig(PolicyConfig):
     """
     max_tokens_per_traj: PositiveInt | None = None
     """Maximum number of sampled tokens of an episode. An episode that reaches it is truncated. Default: no limit."""
-    echo_coef: NonNegativeFloat = 0.0
-    """Weight of the cross-entropy of the environments' messages, which is added to the loss. 0 disables it.
-
-    It trains on messages after the first turn's, averaged over their tokens. Templates' markers do not count.
-    """
     max_consecutive_failures: PositiveInt = 32
     """Number of episodes in a row that may fail after their last attempt. One more ends the run."""
 
     @model_validator(mode="after")
-    def _data_and_rewards_are_given(self) -> Self:
-        if self.actor_train.data_args.file_name:
-            raise ValueError("actor_train.data_args.file_name has no effect: environments create the prompts")
+    def _episodes_are_scored(self) -> Self:
+        if self.roles()[self.chat_role].data_args.file_name:
+            raise ValueError(f"{self.chat_role}.data_args.file_name has no effect: environments create the prompts")
         if self.rewards and not self.scored_by_rewards:
-            raise ValueError("rewards has no effect in pipeline agentic: environments score their episodes")
+            raise ValueError(f"rewards has no effect in pipeline {self.pipeline}: environments score their episodes")
         tags = set(self.rewards) | {tag for reward in self.rewards.values() for tag in reward.tag_included}
         if len(self.rewards) > 1 and (missing := [tag for tag in self.scored_by_rewards if tag not in tags]):
             raise ValueError(f"no entry of rewards scores custom_envs.{missing[0]}: set rewards.<domain>.tag_included")
         agents = [tag for tag, entry in self.custom_envs.items() if entry.agent]
-        penalties = [manager.format_penalty for manager in (self.train_env_manager, self.val_env_manager) if manager]
-        if agents and (self.echo_coef or any(penalties)):
-            key = "echo_coef" if self.echo_coef else "format_penalty"
-            raise ValueError(f"{key} has no effect on custom_envs.{agents[0]}: its agent composes the messages itself")
+        if agents and any(manager.format_penalty for manager, _ in self.managers().values()):
+            raise ValueError(
+                f"format_penalty has no effect on custom_envs.{agents[0]}: its agent composes the messages itself"
+            )
         if not self.custom_envs:
             raise ValueError("custom_envs is empty: configure at least one environment")
         return self
 
-    @override
-    def check_batches(self) -> None:
-        """Check whole groups first: of other batches, the number of episodes has no meaning."""
-        for key, size_key in (("train_env_manager", "rollout_batch_size"), ("val_env_manager", "val_batch_size")):
-            manager: EnvManagerConfig | None = getattr(self, key)
-            if manager is None:
-                continue
+    def managers(self) -> dict[str, tuple[EnvManagerConfig, str]]:
+        """Managers of episodes by their key, each with the key of its number of episodes."""
+        return {} if self.val_env_manager is None else {"val_env_manager": (self.val_env_manager, "val_batch_size")}
+
+    def check_managers(self) -> None:
+        """Raise `ValueError` if a number of episodes is no multiple of the group size, or a tag is unknown."""
+        for key, (manager, size_key) in self.managers().items():
             size = getattr(self, size_key)
             if size % manager.group_size:
                 raise ValueError(f"{size_key} {size} is not a multiple of {key}.group_size {manager.group_size}")
@@ -289,7 +276,6 @@ class AgenticConfig(PolicyConfig):
                 )
             if not manager.tags and len(manager.num_groups_partition or self.custom_envs) != len(self.custom_envs):
                 raise ValueError(f"{key}.num_groups_partition needs one number for each of custom_envs")
-        super().check_batches()
 
     @override
     def file_problems(self) -> Mapping[str, str]:
@@ -314,14 +300,14 @@ class AgenticConfig(PolicyConfig):
     @classmethod
     @override
     def tool_problems(cls, values: Mapping[Any, Any]) -> Mapping[str, str]:
-        policy, tokenizer = _keys_of(values, "actor_train"), values.get("tokenizer")
+        policy, tokenizer = _keys_of(values, cls.chat_role), values.get("tokenizer")
         data, model = _keys_of(policy, "data_args"), _keys_of(policy, "model_args")
         if data.get("template", "native") != "native":
-            return {"actor_train.data_args.template": f"{data['template']!r} cannot describe them to the model"}
+            return {f"{cls.chat_role}.data_args.template": f"{data['template']!r} cannot describe them to the model"}
         if isinstance(tokenizer, dict):
             key, source = "tokenizer", tokenizer.get("chat_template")
         elif model.get("model_name_or_path") is not None:
-            key, source = "actor_train.model_args.model_name_or_path", model["model_name_or_path"]
+            key, source = f"{cls.chat_role}.model_args.model_name_or_path", model["model_name_or_path"]
         else:
             key, source = "pretrain", values.get("pretrain")
         if key != "tokenizer" and source is None:
@@ -338,19 +324,14 @@ class AgenticConfig(PolicyConfig):
         return {}
 
     @property
-    @override
-    def num_groups(self) -> int:
-        return self.rollout_batch_size // self.train_env_manager.group_size
+    def has_message_loss(self) -> bool:
+        """True if there is a loss for the environments' messages."""
+        return False
 
     @property
-    @override
-    def group_size(self) -> int:
-        return self.train_env_manager.group_size
-
-    @property
-    @override
-    def batch_arithmetic(self) -> str:
-        return f"rollout_batch_size {self.rollout_batch_size} episodes"
+    def reply_tokens(self) -> int:
+        """Maximum number of tokens of a reply, unless an environment or `max_tokens_per_step` sets another."""
+        raise NotImplementedError
 
     @property
     def scored_by_rewards(self) -> list[str]:
@@ -369,7 +350,103 @@ class AgenticConfig(PolicyConfig):
 
     def max_reply_tokens(self, tag: str) -> int:
         """Maximum number of tokens of a reply in a tag's episodes."""
-        return self.custom_envs[tag].max_tokens_per_step or self.max_tokens_per_step or self.max_new_tokens
+        return self.custom_envs[tag].max_tokens_per_step or self.max_tokens_per_step or self.reply_tokens
+
+
+class AgenticConfig(EpisodeConfig, PolicyConfig):
+    """`pipeline: agentic`: reinforcement learning in multi-turn environments."""
+
+    chat_role: ClassVar[str] = "actor_train"
+    group_size_key: ClassVar[str] = "train_env_manager.group_size"
+    unread: ClassVar[Mapping[str, str]] = {
+        **PolicyConfig.unread,
+        "num_return_sequences_in_group": "set train_env_manager.group_size",
+        "validation": "set val_env_manager",
+        "soft_overlong_penalty": "set the limits of turns and tokens",
+        "error_max_len_clip": "set max_len_mask",
+    }
+
+    train_env_manager: EnvManagerConfig = EnvManagerConfig()
+    """Episodes of a step."""
+    rollout_batch_size: PositiveInt = 128
+    """Episodes per step, a multiple of `train_env_manager.group_size`."""
+    echo_coef: NonNegativeFloat = 0.0
+    """Weight of the cross-entropy of the environments' messages, which is added to the loss. 0 disables it.
+
+    It trains on messages after the first turn's, averaged over their tokens. Templates' markers do not count.
+    """
+
+    @model_validator(mode="after")
+    def _messages_are_of_environments(self) -> Self:
+        agents = [tag for tag, entry in self.custom_envs.items() if entry.agent]
+        if agents and self.echo_coef:
+            raise ValueError(
+                f"echo_coef has no effect on custom_envs.{agents[0]}: its agent composes the messages itself"
+            )
+        return self
+
+    @override
+    def managers(self) -> dict[str, tuple[EnvManagerConfig, str]]:
+        return {"train_env_manager": (self.train_env_manager, "rollout_batch_size")} | super().managers()
+
+    @override
+    def check_batches(self) -> None:
+        """Check whole groups first: of other batches, the number of episodes has no meaning."""
+        self.check_managers()
+        super().check_batches()
+
+    @property
+    @override
+    def has_message_loss(self) -> bool:
+        return bool(self.echo_coef)
+
+    @property
+    @override
+    def reply_tokens(self) -> int:
+        return self.max_new_tokens
+
+    @property
+    @override
+    def num_groups(self) -> int:
+        return self.rollout_batch_size // self.train_env_manager.group_size
+
+    @property
+    @override
+    def group_size(self) -> int:
+        return self.train_env_manager.group_size
+
+    @property
+    @override
+    def batch_arithmetic(self) -> str:
+        return f"rollout_batch_size {self.rollout_batch_size} episodes"
+
+
+class EvaluateEpisodesConfig(EvaluationConfig, EpisodeConfig):
+    """`pipeline: evaluate_agentic`: scores of a model in environments, without training it."""
+
+    chat_role: ClassVar[str] = "actor_infer"
+    terms_of: ClassVar[frozenset[str]] = EvaluationConfig.terms_of | EpisodeConfig.model_fields.keys() - {
+        *RunConfig.model_fields,
+        *("agent_endpoint", "max_consecutive_failures"),
+    }
+
+    val_env_manager: ValEnvManagerConfig
+    """Episodes of the evaluation. Those of `num_env_groups` groups are a step."""
+
+    @property
+    @override
+    def outputs(self) -> int:
+        return self.val_env_manager.num_env_groups * self.val_env_manager.group_size
+
+    @property
+    @override
+    def reply_tokens(self) -> int:
+        return self.val_env_manager.generating_args.max_new_tokens or self.response_length
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> Self:
+        self.check_managers()
+        return self
 
 
 def _keys_of(values: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:

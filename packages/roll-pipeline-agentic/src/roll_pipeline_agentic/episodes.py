@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from roll_core.types import Bools, CompletionOutput, Sample
     from roll_pipeline_agentic.agents import AgentHost
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
-    from roll_pipeline_agentic.config import AgenticConfig
+    from roll_pipeline_agentic.config import EpisodeConfig
     from roll_pipeline_agentic.hosting import EnvironmentHost, HostedEnvironment
 
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class Episodes:
     """What the episodes of one run share. Lives on the driver's event loop."""
 
-    config: AgenticConfig
+    config: EpisodeConfig
     tokenizer: PreTrainedTokenizerBase
     encoders: Mapping[str, ChatEncoder]
     """Encoder of each tag, which names it in errors."""
@@ -68,7 +68,7 @@ class Episodes:
 
     def observed(self, tag: str, chat: EncodedChat, known: int, number: int) -> Bools | None:
         """Mask of the last `number` messages in the tokens after the first `known`, if there is a loss for them."""
-        if not self.config.echo_coef:
+        if not self.config.has_message_loss:
             return None
         mask = mask_of_messages(chat.ids[known:], self.encoders[tag], chat, number)
         self.counts[tag, "echo_skipped"] += mask is None

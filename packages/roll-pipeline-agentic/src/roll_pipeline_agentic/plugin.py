@@ -15,14 +15,22 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    """Register the pipeline `agentic`."""
+    """Register the pipelines `agentic` and `evaluate_agentic`."""
     yield PipelineProvider(
         name="agentic",
         target="roll_pipeline_agentic.agentic:AgenticPipeline",
         config="roll_pipeline_agentic.config:AgenticConfig",
         plan="roll_core.pipelines.plans:rlvr",
         starter="roll_pipeline_agentic.starters:agentic",
+        evaluation="evaluate_agentic",
         summary="Reinforcement learning in multi-turn environments",
+    )
+    yield PipelineProvider(
+        name="evaluate_agentic",
+        target="roll_pipeline_agentic.agentic:EvaluateEpisodesPipeline",
+        config="roll_pipeline_agentic.config:EvaluateEpisodesConfig",
+        plan="roll_core.pipelines.plans:evaluate",
+        summary="Scores of a model in multi-turn environments, without training",
     )
 
 

@@ -569,20 +569,14 @@ class EvaluatedModelConfig(InferWorkerConfig):
     receives_weights: ClassVar[bool] = False
 
 
-class EvaluateConfig(RewardRunConfig):
-    """`pipeline: evaluate`: scores of a model on held-out prompts, without training it."""
+class EvaluationConfig(RewardKeys, RunConfig):
+    """Keys of evaluations of a model that the run does not train. Base of their schemas."""
 
-    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"validation": ("prompt",)}
+    terms_of: ClassVar[frozenset[str]] = frozenset({"pretrain", "rewards", "seed", "prompt_length", "response_length"})
+    """Keys on which the responses depend, besides those of the model."""
 
     actor_infer: EvaluatedModelConfig
     """Engine that generates with the evaluated model, which `pretrain` or its `model_args` name."""
-    validation: ValidationConfig
-    """Held-out prompts and the sampling parameters of their responses."""
-    val_batch_size: PositiveInt = 128
-    """Prompts per step.
-
-    Their responses are generated together. A resumed run continues after the last complete step.
-    """
     save_steps: NonNegativeInt = 1
     """Steps between checkpoints of the scores; the last step is always saved."""
     max_ckpt_to_keep: NonNegativeInt = 1
@@ -590,18 +584,48 @@ class EvaluateConfig(RewardRunConfig):
     eval_steps: PositiveInt = 10
     """Steps between metrics of the responses so far; also after the last step."""
 
+    @property
+    def outputs(self) -> int:
+        """Maximum number of responses of a step."""
+        raise NotImplementedError
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """Values of the keys on which the responses depend."""
+        include: dict[str, Any] = dict.fromkeys(self.terms_of, True)
+        return self.model_dump(mode="json", include={**include, "actor_infer": {"model_args"}})
+
+    @model_validator(mode="after")
+    def _sampling_is_read(self) -> Self:
+        if self.actor_infer.generating_args != GeneratingArguments():
+            key = "validation" if "validation" in type(self).model_fields else "val_env_manager"
+            raise ValueError(f"actor_infer.generating_args is not read: set {key}.generating_args")
+        return self
+
+
+class EvaluateConfig(EvaluationConfig, RewardRunConfig):
+    """`pipeline: evaluate`: scores of a model on held-out prompts, without training it."""
+
+    row_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"validation": ("prompt",)}
+    terms_of: ClassVar[frozenset[str]] = EvaluationConfig.terms_of | {"validation", "val_batch_size"}
+
+    validation: ValidationConfig
+    """Held-out prompts and the sampling parameters of their responses."""
+    val_batch_size: PositiveInt = 128
+    """Prompts per step.
+
+    Their responses are generated together. A resumed run continues after the last complete step.
+    """
+
+    @property
+    @override
+    def outputs(self) -> int:
+        return self.val_batch_size * self.validation.generating_args.num_return_sequences
+
     @model_validator(mode="after")
     def _evaluation_is_complete(self) -> Self:
         if not self.rewards:
             raise ValueError("rewards is empty: configure at least one, for example rewards.math.reward: math_rule")
         if not self.validation.data_args.file_name:
             raise ValueError("validation.data_args.file_name is missing: name the files with the prompts")
-        if self.actor_infer.generating_args != GeneratingArguments():
-            raise ValueError("actor_infer.generating_args is not read: set validation.generating_args")
         return self
-
-    def terms(self) -> dict[str, Any]:
-        """Keys on which the responses depend, with their values."""
-        keys = ("pretrain", "validation", "val_batch_size", "rewards", "seed", "prompt_length", "response_length")
-        values = self.model_dump(mode="json", include={"actor_infer": {"model_args"}, **dict.fromkeys(keys, True)})
-        return {key: values[key] for key in ("actor_infer", *keys)}

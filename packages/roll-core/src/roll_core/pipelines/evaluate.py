@@ -8,13 +8,14 @@ metrics of all responses: see `score_metrics`
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
 from roll_core.errors import CheckpointMismatchError
-from roll_core.pipelines.config import EvaluateConfig
+from roll_core.pipelines.config import EvaluateConfig, EvaluationConfig
 from roll_core.pipelines.plans import evaluate
 from roll_core.pipelines.score_metrics import ScoredResponse, score_metrics
 from roll_core.pipelines.stages import Validation
@@ -24,16 +25,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.spec.pipeline import RoleSpec
+    from roll_core.types import Sample
+
+EvaluationT = TypeVar("EvaluationT", bound=EvaluationConfig)
 
 
-class EvaluatePipeline(Pipeline[EvaluateConfig]):
-    """Scores a model. A step is a batch of prompts."""
+class Evaluation(Pipeline[EvaluationT]):
+    """Scores a model. A step is a batch of prompts. Base of evaluations: subclasses generate and score the batches."""
 
     @override
     def prepare(self, run: Run) -> int:
-        self.validation = Validation(run, self.config, self.config.validation)
         self.responses: list[ScoredResponse] = []
-        return min(self.validation.num_batches, self.config.max_steps or self.validation.num_batches)
+        num_batches = self.load(run)
+        return min(num_batches, self.config.max_steps or num_batches)
+
+    @abstractmethod
+    def load(self, run: Run) -> int:
+        """Read the prompts, and return the number of batches."""
+
+    @abstractmethod
+    async def batch(self, run: Run, index: int) -> list[Sample]:
+        """Generate and score responses to a batch of prompts."""
 
     @override
     def roles(self) -> Sequence[RoleSpec]:
@@ -41,7 +53,9 @@ class EvaluatePipeline(Pipeline[EvaluateConfig]):
 
     @override
     async def step(self, run: Run) -> None:
-        batch = await self.validation.batch(run, run.step, log_all=True)
+        samples = await self.batch(run, run.step)
+        run.log_samples(samples, split="val", all=True)
+        batch = [ScoredResponse.of(sample) for sample in samples]
         run.log({"tokens/generated": sum(response.num_tokens for response in batch)})
         self.responses += batch
 
@@ -52,15 +66,28 @@ class EvaluatePipeline(Pipeline[EvaluateConfig]):
 
     @override
     def state(self) -> Mapping[str, Any]:
-        return {"terms": self.config.terms(), "responses": [asdict(response) for response in self.responses]}
+        return {"terms": self.config.terms, "responses": [asdict(response) for response in self.responses]}
 
     @override
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Raises `CheckpointMismatchError` if the scores so far are those of another model or other prompts."""
-        saved, terms = state["terms"], self.config.terms()
+        saved, terms = state["terms"], self.config.terms
         if changed := [key for key in terms if saved.get(key) != terms[key]]:
             raise CheckpointMismatchError(
                 f"the checkpoint has the scores of an evaluation with another {', '.join(changed)}: remove"
                 " resume_from_checkpoint, or give the evaluation the values of the resumed run"
             )
         self.responses = [ScoredResponse(**response) for response in state["responses"]]
+
+
+class EvaluatePipeline(Evaluation[EvaluateConfig]):
+    """Scores a model on the prompts of rows."""
+
+    @override
+    def load(self, run: Run) -> int:
+        self.validation = Validation(run, self.config, self.config.validation)
+        return self.validation.num_batches
+
+    @override
+    async def batch(self, run: Run, index: int) -> list[Sample]:
+        return await self.validation.batch(run, index)

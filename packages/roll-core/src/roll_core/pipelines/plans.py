@@ -11,7 +11,7 @@ from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
-    from roll_core.pipelines.config import EvaluateConfig, PolicyConfig, SFTConfig
+    from roll_core.pipelines.config import EvaluationConfig, PolicyConfig, SFTConfig
     from roll_core.spec.config import RewardKeys
     from roll_core.spec.plan import Activity
 
@@ -67,11 +67,11 @@ def rlvr(config: PolicyConfig) -> PipelinePlan:
     return PipelinePlan(roles=tuple(roles), phases=tuple(phases), outputs=outputs, one_response=not config.multi_turn)
 
 
-def evaluate(config: EvaluateConfig) -> PipelinePlan:
+def evaluate(config: EvaluationConfig) -> PipelinePlan:
     """Plan of an evaluation: an engine with a model of its own, and rewards."""
     roles = (RoleSpec(name="actor_infer", kind="generate"), *rewards(config))
-    outputs = config.val_batch_size * config.validation.generating_args.num_return_sequences
-    return PipelinePlan(roles=roles, phases=(_rollout("responses", config),), outputs=outputs)
+    phases, one_response = (_rollout("responses", config),), not config.multi_turn
+    return PipelinePlan(roles=roles, phases=phases, outputs=config.outputs, one_response=one_response)
 
 
 def add_generation(roles: list[RoleSpec], phases: list[Phase], source: str, config: RewardKeys) -> None:

@@ -175,16 +175,15 @@ class Validation:
     async def evaluate(self, run: Run) -> Mapping[str, float]:
         """Publish the weights, generate responses and score them. Returns the metrics of `score_metrics`."""
         await run.publish_weights(self.source, "actor_infer")
-        batches = [await self.batch(run, index) for index in range(self.num_batches)]
-        return score_metrics([response for batch in batches for response in batch])
+        samples = [sample for index in range(self.num_batches) for sample in await self.batch(run, index)]
+        run.log_samples(samples, split="val")
+        return score_metrics([ScoredResponse.of(sample) for sample in samples])
 
-    async def batch(self, run: Run, index: int, *, log_all: bool = False) -> list[ScoredResponse]:
-        """Generate and score responses to a batch of prompts. With `log_all`, `samples.jsonl` gets all of them."""
+    async def batch(self, run: Run, index: int) -> list[Sample]:
+        """Generate and score responses to a batch of prompts."""
         prompts = self.prompts[index * self.batch_size : (index + 1) * self.batch_size]
         groups = await run.rollout("actor_infer", prompts, self.params, n=self.num_responses, split="val")
-        samples = [sample for group in groups for sample in group.samples]
-        run.log_samples(samples, split="val", all=log_all)
-        return [ScoredResponse.of(sample) for sample in samples]
+        return [sample for group in groups for sample in group.samples]
 
 
 def check_size(run: Run, guard: AdvantageSizeConfig, what: str, value: float, reward_size: float) -> None:
