@@ -28,7 +28,7 @@ SOURCES = {".py", ".pyi", ".yaml", ".toml", ".cpp", ".h", ".sh", ".json"}
 PAGES_OF_OTHERS = {"coming-from", "from-roll", "moving"}
 """Pages with names of other frameworks. Files, modules and classes of this repository are checked there, too."""
 NAMES_OF_OTHERS = {
-    "bitsandbytes": "bnb_4bit_use_double_quant bnb_4bit_quant_type",
+    "bitsandbytes": "bnb_4bit_use_double_quant",
     "CUDA and Linux": "cudaIpcMemHandle_t pidfd_getfd ptrace_scope amx_bf16",
     "DeepSpeed and Megatron": "offload_states torch_dist",
     "NeMo-RL": "use_leave_one_out_baseline",

@@ -1,4 +1,4 @@
-"""Whatever stands in a file of ROLL, verl or OpenRLHF: a report that is complete, or one of our errors."""
+"""Whatever stands in a file of ROLL, verl, OpenRLHF or TRL: a report that is complete, or one of our errors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from roll_core.spec.providers import PipelineProvider
 from roll_migrate.command import written
 from roll_migrate.openrlhf import import_openrlhf
 from roll_migrate.roll import import_roll
+from roll_migrate.trl import import_trl
 from roll_migrate.verl import import_verl
 
 FILES = Path(__file__).parent / "roll"
@@ -92,6 +93,40 @@ def test_every_key_of_roll_is_reported_or_the_file_refused(data, registry, tmp_p
 @given(data=mutated(VERL))
 def test_every_key_of_verl_is_reported_or_the_file_refused(data, registry, tmp_path):
     check(import_verl, data, registry, tmp_path)
+
+
+TRL = [
+    {
+        "learning_rate": 1e-6,
+        "num_generations": 4,
+        "max_steps": 10,
+        "num_train_epochs": 2,
+        "beta": 0.1,
+        "epsilon": 0.1,
+        "loss_type": "grpo",
+        "scale_rewards": "batch",
+        "use_vllm": True,
+        "generation_kwargs": {"min_p": 0.1},
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "train_dataset": "rows.jsonl",
+        "reward_funcs": ["my.exact", "my.other"],
+        "reward_weights": [1.0, 2.0],
+        "deepspeed": {"zero_optimization": {"stage": 3}},
+        "lora_r": 8,
+        "warmup_steps": 0.1,
+        "save_steps": 100,
+        "output_dir": "runs/a",
+    }
+]
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=mutated(TRL), trainer=st.sampled_from(["grpo", "rloo", "sft", "dpo", "kto", "reward"]))
+def test_every_argument_of_trl_is_reported_or_refused(data, trainer, registry, tmp_path):
+    def importer(file, registry):
+        return import_trl(file, registry, {"trainer": trainer})
+
+    check(importer, {name: value for name, value in data.items() if value is not None}, registry, tmp_path)
 
 
 @st.composite

@@ -59,7 +59,7 @@ def command(words: Sequence[str], registry: Registry) -> int:
         "Convert another framework's config, and report the result for each key. The exit code is 1 if roll-core check"
         " finds mistakes in the new config.",
     )
-    parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL, verl or openrlhf")
+    parser.add_argument("name", metavar="NAME", help="importer: roll for alibaba/ROLL, verl, openrlhf or trl")
     parser.add_argument("file", metavar="FILE", type=Path, help="config or script of the other framework")
     parser.add_argument("-o", "--out", metavar="OUT", type=Path, help="file to write (default: stdout)")
     parser.add_argument(
@@ -67,7 +67,8 @@ def command(words: Sequence[str], registry: Registry) -> int:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="variable that a shell script takes from elsewhere, or its argument NAME: 1, 2, …; may be repeated",
+        help="variable that a shell script takes from elsewhere, or its argument NAME: 1, 2, …; of other files of TRL,"
+        " trainer or accelerate; may be repeated",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="also list keys that are kept or not needed")
     parser.add_argument("--json", action="store_true", help="print report and config as JSON")

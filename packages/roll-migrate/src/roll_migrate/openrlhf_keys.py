@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_migrate import openrlhf_flags as launch
@@ -30,7 +29,7 @@ from roll_migrate.rules import (
     unneeded,
     unsupported,
 )
-from roll_migrate.shared_rules import experiment, frequency, lora_dropout, python_function, track_with
+from roll_migrate.shared_rules import experiment, first_row, frequency, lora_dropout, python_function, track_with
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,18 +124,9 @@ def _input(value: Any, key: Key) -> Outcome:
 
 def _type_in_first_row(source: Mapping[str, Any], column: str) -> type | None:
     """Type of a column in the first row of the data; None if it cannot be read from here."""
-    from roll_core.data.rows import read_rows
-    from roll_core.errors import RollError
-    from roll_core.spec.config import DataArguments
-
     names = launch.files(source.get("data.prompt_dataset") or source.get("data.dataset") or "")
-    if not names or not Path(names[0]).is_file():
-        return None
-    try:
-        (row, *_) = read_rows(DataArguments(file_name=names[0], max_samples=1))
-    except (RollError, OSError, ValueError, ImportError):
-        return None
-    return type(row.values.get(column))
+    row = first_row(names[0]) if names else None
+    return None if row is None else type(row.get(column))
 
 
 def _label(value: Any, key: Key) -> Outcome:

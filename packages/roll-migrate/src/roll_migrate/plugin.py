@@ -25,7 +25,7 @@ def roll_commands() -> Iterator[CommandProvider]:
 
 @hookimpl
 def roll_importers() -> Iterator[ImporterProvider]:
-    """Importers of the configs of alibaba/ROLL, verl and OpenRLHF."""
+    """Importers of the configs of alibaba/ROLL, verl, OpenRLHF and TRL."""
     yield ImporterProvider(
         name="roll",
         target="roll_migrate.roll:import_roll",
@@ -40,4 +40,9 @@ def roll_importers() -> Iterator[ImporterProvider]:
         name="openrlhf",
         target="roll_migrate.openrlhf:import_openrlhf",
         summary="A script that starts OpenRLHF's trainer of PPO, SFT, DPO or reward models",
+    )
+    yield ImporterProvider(
+        name="trl",
+        target="roll_migrate.trl:import_trl",
+        summary="A Python script, YAML file or command line of TRL's trainers of GRPO, RLOO, SFT, DPO, KTO or rewards",
     )

@@ -120,6 +120,21 @@ def count_rows(files: Any, limit: Any = None) -> int | None:
     return min(total, limit) if isinstance(limit, int) and limit > 0 else total
 
 
+def first_row(name: Any) -> Mapping[str, Any] | None:
+    """Values of the first row of a data file; None if it cannot be read from here."""
+    from roll_core.data.rows import read_rows
+    from roll_core.errors import RollError
+    from roll_core.spec.config import DataArguments
+
+    if not isinstance(name, str) or not Path(name).is_file():
+        return None
+    try:
+        (row, *_) = read_rows(DataArguments(file_name=name, max_samples=1))
+    except (RollError, OSError, ValueError, ImportError):
+        return None
+    return row.values
+
+
 def lora_dropout(key: Key, *, enabled: bool) -> Outcome:
     """Dropout of adapters, which are `enabled` or not."""
     if not (key.value and enabled):
