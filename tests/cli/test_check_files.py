@@ -340,6 +340,16 @@ def test_images_need_roles_that_read_them(here, row, keys, able):
     assert "pretrain" not in found
 
 
+@pytest.mark.parametrize(("model_type", "able"), [("qwen2_5_vl", True), ("gemma3", False), ("mistral3", False)])
+def test_engines_may_read_images_of_some_models(here, model_type, able):
+    write_vision_model()
+    Path("model/config.json").write_text(json.dumps({"model_type": model_type}))
+    write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2", "pictures": ["a.png"]})
+    text = GRPO.replace("file_name: rows.jsonl", "file_name: rows.jsonl, images: pictures")
+    found = {key for _, _, key in mistakes(text.replace("strategy_name: hf_infer", "strategy_name: sglang"))}
+    assert ("actor_infer.strategy_args.strategy_name" in found) is not able
+
+
 def test_images_need_a_processor(here):
     write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2", "pictures": ["a.png"]})
     text = GRPO.replace("file_name: rows.jsonl", "file_name: rows.jsonl, images: pictures")

@@ -8,7 +8,17 @@ import pytest
 from roll_core.errors import UnsupportedError
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_infer_sglang.output import SglangOutput
-from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED, check_served, output_seed, sampling_params, top_tokens
+from roll_infer_sglang.sampling import (
+    ENDS,
+    MIN_NEW,
+    SEED,
+    check_served,
+    image_ranges,
+    output_seed,
+    prompt_logprobs,
+    sampling_params,
+    top_tokens,
+)
 from roll_testing.errors import raises_error
 
 
@@ -157,3 +167,19 @@ def test_stop_string_over_an_interruption_ends_at_its_token():
     assert drawn([0, 2, 3, 4], max_new_tokens=9, stop=("de", "cd")).end((), decode) == (3, "stop", "cd")
     assert drawn([0, 2, 4], max_new_tokens=9, stop=("cd",)).end((), decode) is None
     assert drawn([0, 2, 3], max_new_tokens=9, stop=("cd",), stop_token_ids=(0,)).end((), decode) == (1, "stop", 0)
+
+
+def test_ranges_are_the_runs_of_each_image():
+    is_image = np.array([0, 1, 1, 0, 1, 1, 1, 0, 1], bool)
+    assert image_ranges(is_image, [2, 3, 1]) == [[(1, 2)], [(4, 6)], [(8, 8)]]
+    assert image_ranges(is_image, [3, 3]) == [[(1, 2), (4, 4)], [(5, 6), (8, 8)]]  # side by side, and with ends of rows
+    with raises_error(ValueError, "6", "5"):
+        image_ranges(is_image, [2, 3])
+
+
+def test_logprobs_of_image_tokens_are_those_of_their_id():
+    entries = [[None, 1, None], [-1.0, 10**6, None], [-2.0, 10**6, None], [-3.0, 2, None]]
+    of_images = [None, [[-4.0, 9, None]], [[-5.0, 9, None]], [[-6.0, 9, None]]]
+    prompt = np.array([1, 9, 9, 2])
+    assert prompt_logprobs(prompt, entries, of_images).tolist() == [0, -4, -5, -3]
+    assert prompt_logprobs(prompt, entries, ()).tolist() == [0, -1, -2, -3]

@@ -2,169 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
-
-import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vllm_live import CACHE, start
 
-from roll_core.data.processor import processor_of
-from roll_core.errors import DataError, MissingTensorError
-from roll_core.spec.model import ModelSpec
-from roll_core.spec.rollout import IMAGE
-from roll_core.spec.weights import make_manifest
-from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
-from roll_testing.errors import raises_error
-from shared_tests.loaded_engine import CLOSE, digests
-from shared_tests.tiny_vision import picture, tiny_vision, transformers_logprobs, vision_sequence
+from shared_tests.image_engine import ImageEngineTests, SeeingEngine
 
 OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_vl", "internvl")]
 
 
-SIZES = (56, 84), (28, 28), (90, 40)
-
-
-def ask(name, prompt, n=1, **params):
-    ids, media = prompt
-    params = SamplingParams(**{"max_new_tokens": 10, "ignore_eos": True, "temperature": 1.0, "seed": 3, **params})
-    return GenerateRequest(id=name, prompt_ids=ids, media=media, params=params, n=n)
-
-
-class Engine:
-    """A started engine, and the trainer's model."""
-
-    def __init__(self, folder, kind):
-        self.folder = tiny_vision(folder, kind, num_heads=2)
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-        self.processor = processor_of(AutoTokenizer.from_pretrained(folder))
-        spec = ModelSpec(path=str(folder), tokenizer=str(folder), dtype="fp32")
-        self.live = start(spec, CACHE | {"max_model_len": 256, "max_num_seqs": 8})
-
-    def prompt(self, text, *seeds):
-        """Ids of a text with an image at each `#`, and the images."""
-        images = [picture(*SIZES[seed % len(SIZES)], seed=seed) for seed in seeds]
-        sequence = vision_sequence(self.folder, text.replace("#", IMAGE), "", *images)
-        return sequence.tokens, sequence.media
-
-    def generate(self, *requests):
-        async def together():
-            return await asyncio.gather(*[self.live.strategy.generate(request) for request in requests])
-
-        return self.live.run(together())
-
-    def check(self, *requests):
-        """Completions whose logprobs are those of transformers' pass over each whole sequence."""
-        completions = self.generate(*requests)
-        for request, completion in zip(requests, completions, strict=True):
-            for output in completion.outputs:
-                tokens = np.concatenate([request.prompt_ids, output.token_ids])
-                sequence = TrainSequence(id="", tokens=tokens, media=request.media, loss_mask=tokens > 0)
-                heat = request.params.temperature or 1.0
-                with torch.no_grad():
-                    logprobs = transformers_logprobs(self.folder, [sequence], self.model, heat)
-                np.testing.assert_allclose(output.logprobs, logprobs[len(request.prompt_ids) :], atol=CLOSE)
-        return completions
-
-    def close(self):
-        self.live.close()
-
-
 @pytest.mark.engine("vllm")
-class TestImages:
+class TestImages(ImageEngineTests):
     @pytest.fixture(scope="class", params=["qwen2_5_vl", *OTHERS])
     @classmethod
     def engine(cls, request, tmp_path_factory):
-        engine = Engine(tmp_path_factory.mktemp(request.param), request.param)
+        config = CACHE | {"max_model_len": 256, "max_num_seqs": 8}
+        folder = tmp_path_factory.mktemp(request.param)
+        engine = SeeingEngine(folder, request.param, lambda spec: start(spec, config))
         yield engine
         engine.close()
-
-    def test_logprobs_are_those_of_transformers(self, engine):
-        prompt = engine.prompt
-        engine.check(
-            ask("one", prompt("What is # this?", 0)),
-            ask("two", prompt("#a#", 1, 2), n=2),
-            ask("other order", prompt("#a#", 2, 1)),
-            ask("text", prompt("Only a text.")),
-            ask("cold", prompt("What is # this?", 3), temperature=0.6, top_k=20),
-        )
-
-    def test_interrupted_responses_continue(self, engine):
-        prompt = engine.prompt("What is # this?", 1)
-        request = ask("whole", prompt, temperature=0.0)
-        (whole,) = engine.check(request)
-        tokens = whole.outputs[0].token_ids
-        resumed = replace(
-            request,
-            id="rest",
-            prompt_ids=np.concatenate([request.prompt_ids, tokens[:4]]),
-            params=replace(request.params, max_new_tokens=6),
-        )
-        (rest,) = engine.check(resumed)
-        assert rest.outputs[0].token_ids.tolist() == tokens[4:].tolist()
-
-    def test_another_number_of_image_tokens_is_an_error(self, engine):
-        ids, media = engine.prompt("What is # this?", 0)
-        token = engine.processor.image_token_id
-        places = np.flatnonzero(ids == token)
-        for wrong in (np.delete(ids, places[0]), np.insert(ids, places[0], token), ids[ids != token]):
-            with raises_error(DataError, "many", str(np.count_nonzero(wrong == token)), str(len(places))):
-                engine.generate(ask("many", (wrong, media)))
-        with raises_error(DataError, "none", "0 images"):
-            engine.generate(ask("none", (ids, ())))
-
-    def test_tokens_of_images_are_never_sampled(self, engine):
-        model, media_tokens = engine.model, list(engine.processor.media_token_ids)
-        prompt = engine.prompt("Say # it.", 0)
-        rows = model.get_output_embeddings().weight
-        before = rows.detach().clone()
-        (greedy,) = engine.generate(ask("greedy", prompt, temperature=0.0))
-        with torch.no_grad():  # the reserved tokens become the most likely ones
-            rows[media_tokens] = 3 * rows[greedy.outputs[0].token_ids[0]]
-        try:
-            engine.live.publish([*model.named_parameters()])
-            requests = [ask(f"t{heat}", prompt, temperature=heat) for heat in (0.0, 1.0)]
-            for completion in engine.check(*requests):
-                assert not set(completion.outputs[0].token_ids.tolist()) & set(media_tokens)
-        finally:
-            with torch.no_grad():
-                rows.copy_(before)
-
-    def test_frozen_encoders_are_sent_once(self, engine):
-        request = ask("sent", engine.prompt("What is # this?", 0))
-        engine.live.publish([*engine.model.named_parameters()])
-        for _ in range(2):
-            tensors = trained(engine.model)
-            step([tensor for _, tensor in tensors], engine.live.version)
-            whole = make_manifest(engine.live.version + 1, engine.model.named_parameters())
-            sent = tuple(entry for entry in whole.tensors if entry.name in dict(tensors))
-            manifest = replace(whole, tensors=sent, unsent=tuple(set(whole.tensors) - set(sent)))
-            _, receipt = engine.live.publish(tensors, manifest=manifest)
-            assert receipt.digests == digests(whole)
-            engine.check(replace(request, id=f"version {engine.live.version}"))
-        with raises_error(MissingTensorError):
-            engine.live.publish(trained(engine.model))
-
-    def test_encoders_are_published_and_their_caches_cleared(self, engine):
-        request = ask("before", engine.prompt("What is # this?", 0), temperature=0.0)
-        (before,) = engine.generate(request)
-        step(engine.model.parameters(), 2)
-        manifest, receipt = engine.live.publish([*engine.model.named_parameters()])
-        assert receipt.digests == digests(manifest)
-        (after,) = engine.check(replace(request, id="after"))
-        assert np.abs(before.outputs[0].logprobs - after.outputs[0].logprobs).max() > CLOSE
-
-
-def trained(model):
-    """Parameters of the language model, which the trainer sends if the rest is frozen."""
-    frozen = ("visual", "vision_tower", "multi_modal_projector")
-    return [(name, each) for name, each in model.named_parameters() if not any(part in name for part in frozen)]
-
-
-def step(parameters, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)

@@ -22,6 +22,14 @@ _REASONS: dict[str, str] = {
     "is set by this plugin": """
         custom_weight_loader enable_custom_logit_processor sampling_backend weight_version
     """,
+    "is set by this plugin, so that images are those that the trainer sees": """
+        enable_multimodal enable_precise_embedding_interpolation image_processor_backend disable_fast_image_processor
+        mm_process_config mm_processor_worker_num mm_io_worker_num trust_mm_content_hashes mm_preprocess_cache_size_mb
+        keep_mm_feature_on_device mm_feature_transport allowed_media_domains media_url_max_file_size_mb
+    """,
+    "is not supported: features of images would be those of older weights": """
+        enable_mm_global_cache mm_global_cache_backend
+    """,
     "is fixed by the definition of a request's priority": """
         schedule_low_priority_values_first disable_priority_preemption default_priority_value
         priority_scheduling_preemption_threshold abort_on_priority_when_disabled
@@ -122,18 +130,17 @@ REJECTED: dict[str, str] = {name: reason for reason, names in _REASONS.items() f
 """Arguments that `strategy_config` rejects, each with the reason that follows its name in the error message."""
 
 _PASSED_ON = """
-    allowed_media_domains asr_max_buffer_seconds asr_max_concurrent_sessions batch_notify_size bf16_gemm_backend
-    boundary_reduction bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token
-    c128_page_size chat_template completion_template constrained_json_disable_any_whitespace
-    constrained_json_max_whitespace_cnt constrained_json_whitespace_pattern crash_dump_folder
-    cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_bs_decode cuda_graph_bs_prefill
-    cuda_graph_config cuda_graph_max_bs_decode cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill
-    cuda_graph_prefill_max_context cuda_graph_tc_compiler debug_cuda_graph debug_tensor_dump_input_file
-    debug_tensor_dump_layers debug_tensor_dump_output_folder decode_attention_backend decode_log_interval
-    deepep_config deepep_dispatcher_output_dtype deepep_mode deepep_v2_mode default_chat_template_kwargs
-    disable_aiter_allreduce_fusion_in_decode disable_aiter_allreduce_fusion_in_prefill disable_attn_tp_gather
-    disable_chunked_prefix_cache disable_cuda_graph_padding disable_custom_all_reduce disable_decode_cuda_graph
-    disable_fast_image_processor disable_flashinfer_autotune disable_flashinfer_cutlass_moe_fp4_allgather
+    asr_max_buffer_seconds asr_max_concurrent_sessions batch_notify_size bf16_gemm_backend boundary_reduction
+    bucket_e2e_request_latency bucket_inter_token_latency bucket_time_to_first_token c128_page_size chat_template
+    completion_template constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
+    constrained_json_whitespace_pattern crash_dump_folder cuda_graph_backend_decode cuda_graph_backend_prefill
+    cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_config cuda_graph_max_bs_decode cuda_graph_max_bs_prefill
+    cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context cuda_graph_tc_compiler debug_cuda_graph
+    debug_tensor_dump_input_file debug_tensor_dump_layers debug_tensor_dump_output_folder decode_attention_backend
+    decode_log_interval deepep_config deepep_dispatcher_output_dtype deepep_mode deepep_v2_mode
+    default_chat_template_kwargs disable_aiter_allreduce_fusion_in_decode disable_aiter_allreduce_fusion_in_prefill
+    disable_attn_tp_gather disable_chunked_prefix_cache disable_cuda_graph_padding disable_custom_all_reduce
+    disable_decode_cuda_graph disable_flashinfer_autotune disable_flashinfer_cutlass_moe_fp4_allgather
     disable_hybrid_swa_memory disable_outlines_disk_cache disable_overlap_schedule disable_prefill_cuda_graph
     disable_tokenizer_batch_decode dist_timeout dsa_decode_backend dsa_paged_mqa_logits_backend dsa_prefill_backend
     dsa_topk_backend dsa_triton_union dsv4_attn_backend dsv4_prefill_backend dynamic_batch_tokenizer_batch_size
@@ -146,37 +153,35 @@ _PASSED_ON = """
     enable_int8_mamba_checkpoint enable_kv_cache_sharding enable_layernorm_sp enable_layerwise_nvtx_marker
     enable_lean_attention enable_linear_replayssm enable_linear_replayssm_spec enable_linker_mla_dedup
     enable_lmcache enable_mamba_cache_stochastic_rounding enable_megamoe_for_layernorm_sp enable_metrics
-    enable_metrics_for_all_schedulers enable_mfu_metrics enable_mis enable_mixed_chunk enable_mm_global_cache
-    enable_mscclpp enable_multimodal enable_nccl_nvls enable_p2p_check enable_page_major_kv_layout
-    enable_precise_embedding_interpolation enable_prefill_delayer enable_prefix_mm_cache enable_profile_cuda_graph
-    enable_quant_communications enable_request_time_stats_logging enable_response_store enable_scattered_sconv
-    enable_session_radix_cache enable_shared_experts_attn_tp enable_single_batch_overlap enable_streaming_session
-    enable_strict_thinking enable_symm_mem enable_tf32_matmul enable_tokenizer_batch_encode enable_torch_compile
-    enable_torch_compile_debug_mode enable_torch_symm_mem enable_tp_lm_head_all_to_all enable_trace
-    enable_two_batch_overlap enable_unified_cache_external_linker enable_unified_memory enable_w4a4_mxfp4_megamoe
-    enforce_disable_flashinfer_allreduce_fusion engine_info_bootstrap_port expert_balancedness_report_mode
-    expert_distribution_recorder_buffer_size expert_distribution_recorder_mode export_metrics_to_file
-    export_metrics_to_file_dir extra_metric_labels file_storage_path flashinfer_a2a_dispatch_type
-    flashinfer_allreduce_fusion_backend flashinfer_autotune_skip_ops flashinfer_mla_disable_ragged
-    flashinfer_mxfp4_moe_precision flexkv_config_file forward_hooks forward_pass_metrics_ipc_name
-    forward_pass_metrics_worker_id fp4_gemm_runner_backend fp8_gemm_runner_backend fuseep_mode gc_threshold
-    gc_warning_threshold_secs generation_tokens_buckets grammar_backend hf_chat_template_name
-    hicache_host_memory_fraction hicache_host_memory_mode hicache_io_backend hicache_mem_layout hicache_ratio
-    hicache_size hicache_storage_backend hicache_storage_backend_extra_config hicache_storage_prefetch_policy
-    hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_interval hicache_write_policy
-    hisparse_config http2_initial_connection_window_size http2_max_concurrent_streams image_processor_backend
-    int8_mamba_ckpt_size keep_mm_feature_on_device kv_cache_dtype kv_canary kv_canary_real_data
-    kv_canary_sweep_interval kv_events_config limit_mm_data_per_request linear_attn_backend
-    linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend linear_replayssm_cache_len
-    lmcache_config_file load_publish_endpoint load_snapshot_publish_interval log_level log_level_http log_requests
-    log_requests_format log_requests_level log_requests_target lora_backend mamba_backend mamba_cache_philox_rounds
+    enable_metrics_for_all_schedulers enable_mfu_metrics enable_mis enable_mixed_chunk enable_mscclpp
+    enable_nccl_nvls enable_p2p_check enable_page_major_kv_layout enable_prefill_delayer enable_prefix_mm_cache
+    enable_profile_cuda_graph enable_quant_communications enable_request_time_stats_logging enable_response_store
+    enable_scattered_sconv enable_session_radix_cache enable_shared_experts_attn_tp enable_single_batch_overlap
+    enable_streaming_session enable_strict_thinking enable_symm_mem enable_tf32_matmul enable_tokenizer_batch_encode
+    enable_torch_compile enable_torch_compile_debug_mode enable_torch_symm_mem enable_tp_lm_head_all_to_all
+    enable_trace enable_two_batch_overlap enable_unified_cache_external_linker enable_unified_memory
+    enable_w4a4_mxfp4_megamoe enforce_disable_flashinfer_allreduce_fusion engine_info_bootstrap_port
+    expert_balancedness_report_mode expert_distribution_recorder_buffer_size expert_distribution_recorder_mode
+    export_metrics_to_file export_metrics_to_file_dir extra_metric_labels file_storage_path
+    flashinfer_a2a_dispatch_type flashinfer_allreduce_fusion_backend flashinfer_autotune_skip_ops
+    flashinfer_mla_disable_ragged flashinfer_mxfp4_moe_precision flexkv_config_file forward_hooks
+    forward_pass_metrics_ipc_name forward_pass_metrics_worker_id fp4_gemm_runner_backend fp8_gemm_runner_backend
+    fuseep_mode gc_threshold gc_warning_threshold_secs generation_tokens_buckets grammar_backend
+    hf_chat_template_name hicache_host_memory_fraction hicache_host_memory_mode hicache_io_backend
+    hicache_mem_layout hicache_ratio hicache_size hicache_storage_backend hicache_storage_backend_extra_config
+    hicache_storage_prefetch_policy hicache_storage_prefetch_retry_max_attempts
+    hicache_storage_prefetch_retry_poll_interval hicache_write_policy hisparse_config
+    http2_initial_connection_window_size http2_max_concurrent_streams int8_mamba_ckpt_size kv_cache_dtype kv_canary
+    kv_canary_real_data kv_canary_sweep_interval kv_events_config linear_attn_backend linear_attn_decode_backend
+    linear_attn_prefill_backend linear_attn_verify_backend linear_replayssm_cache_len lmcache_config_file
+    load_publish_endpoint load_snapshot_publish_interval log_level log_level_http log_requests log_requests_format
+    log_requests_level log_requests_target lora_backend mamba_backend mamba_cache_philox_rounds
     mamba_full_memory_ratio mamba_max_states_per_path mamba_radix_cache_strategy mamba_ssm_dtype
     mamba_track_interval max_lora_chunk_size max_mamba_cache_size max_prefill_tokens max_queued_requests
-    media_url_max_file_size_mb min_free_slots_delay mm_attention_backend mm_enable_dp_encoder mm_feature_transport
-    mm_global_cache_backend mm_io_worker_num mm_preprocess_cache_size_mb mm_process_config mm_processor_worker_num
-    model_impl model_loader_extra_config modelexpress_config moe_a2a_backend moe_dense_tp_size mooncake_ib_device
-    msprobe_dump_config num_continuous_decode_steps otlp_service_name otlp_traces_endpoint ple_offload_backend
-    ple_offload_dir ple_offload_embedding pre_warm_nccl prefill_attention_backend prefill_decode_interval
+    min_free_slots_delay mm_attention_backend mm_enable_dp_encoder model_impl model_loader_extra_config
+    modelexpress_config moe_a2a_backend moe_dense_tp_size mooncake_ib_device msprobe_dump_config
+    num_continuous_decode_steps otlp_service_name otlp_traces_endpoint ple_offload_backend ple_offload_dir
+    ple_offload_embedding pre_warm_nccl prefill_attention_backend prefill_decode_interval
     prefill_decode_interval_min_bs prefill_delayer_forward_passes_buckets prefill_delayer_max_delay_ms
     prefill_delayer_max_delay_passes prefill_delayer_queue_min_ratio prefill_delayer_token_usage_low_watermark
     prefill_delayer_wait_seconds_buckets prefill_kv_cache_dequant_dtype prefill_max_requests
@@ -190,10 +195,9 @@ _PASSED_ON = """
     tbo_token_distribution_threshold tokenizer_backend tokenizer_metrics_allowed_custom_labels
     tokenizer_metrics_custom_labels_header tool_call_parser tool_server torch_compile_max_bs trace_modules
     triton_attention_num_kv_splits triton_attention_reduce_in_fp32 triton_attention_split_tile_size
-    trust_mm_content_hashes trust_request_chat_template unified_cache_external_linker_backend
-    unified_cache_external_linker_config uses_mamba_radix_cache uvicorn_access_log_exclude_prefixes watchdog_timeout
-    weight_loader_disable_mmap weight_loader_drop_cache_after_load weight_loader_prefetch_checkpoints
-    weight_loader_prefetch_num_threads
+    trust_request_chat_template unified_cache_external_linker_backend unified_cache_external_linker_config
+    uses_mamba_radix_cache uvicorn_access_log_exclude_prefixes watchdog_timeout weight_loader_disable_mmap
+    weight_loader_drop_cache_after_load weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
 """
 PASSED_ON: tuple[str, ...] = tuple(_PASSED_ON.split())
 """Arguments passed to SGLang unchanged, which SGLang validates."""

@@ -27,6 +27,13 @@ MIXTURES = frozenset(
     }
 )
 """Types of mixtures of experts that tests have published, read back and computed."""
+IMAGE_TYPES = frozenset({"internvl", "qwen2_5_vl", "qwen3_vl"})
+"""Types of models whose logprobs after images tests have compared with those of transformers."""
+OTHER_IMAGE_TYPES = {
+    "gemma3": "SGLang's attention to the tokens of an image is causal, except with its Triton kernels",
+    "llava": "SGLang does not start",
+}
+"""Other types, each with the reason."""
 WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"})
 """Types whose SGLang code computes full attention in layers with a sliding window, with every `attention_backend`."""
 
@@ -92,6 +99,16 @@ class SglangConfig(_EngineKeys):
             self.check_experts(keys, self.tp_size)
         elif self.ep_size != 1:
             raise ValueError(f"ep_size {self.ep_size} needs a mixture of experts, and this model has none")
+
+    def check_images(self, keys: Mapping[str, Any]) -> None:
+        """Raise `ValueError` unless tests have compared logprobs after images of models of this type."""
+        model_type = keys.get("model_type")
+        if isinstance(model_type, str) and model_type not in IMAGE_TYPES:
+            why = OTHER_IMAGE_TYPES.get(model_type, "no test has compared its logprobs after images")
+            raise ValueError(
+                f"SGLang reads no images with a model of type {model_type}: {why}; use another engine, or a model of"
+                f" type {', '.join(sorted(IMAGE_TYPES))}"
+            )
 
     def check_positions(self, keys: Mapping[str, Any], prompt: int, response: int) -> None:
         """Also raise `ValueError` if prompt plus response exceeds a sliding window that SGLang ignores."""

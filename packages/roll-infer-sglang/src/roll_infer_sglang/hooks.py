@@ -4,6 +4,7 @@
   the adapter is loaded, so that the digests of a weight receipt describe the tensors that compute.
 * OpenAI-compatible routes use the base model if a request names no adapter (`model:adapter`). With `name_adapter` they
   use the adapter, and the base model has its own name.
+* Images are processed by `images.RunProcessor`.
 * SGLang's memory saver supports only CUDA. On a CPU its `release_memory_occupation` clears the KV cache but keeps the
   memory, which `release_cache` returns.
 * Clients without the worker's key may generate, tokenize, and query health and metrics. By default SGLang protects only
@@ -33,6 +34,10 @@ AFTER_RELEASE = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation"
 )
 """SGLang method after which `release_cache` runs, in the processes that have a KV cache."""
+LOAD_PROCESSOR = "sglang.srt.utils.hf_transformers.processor.get_processor"
+"""SGLang function that `load_processor` replaces, in all processes."""
+MAKE_PROCESSOR = "sglang.srt.managers.multimodal_processor.get_mm_processor"
+"""SGLang function that `make_processor` replaces, in all processes."""
 AFTER_SETTINGS = "sglang.srt.entrypoints.engine._set_envs_and_config"
 """SGLang function after which `fork_processes` runs, in the server process, on a CPU."""
 BEFORE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
@@ -66,6 +71,21 @@ def name_adapter(result: Any, serving: Any, model: str, requested: Any) -> Any:
 def base_name(role: str) -> str:
     """Name of the base model of a role that serves an adapter."""
     return f"{role}-base"
+
+
+def load_processor(path: str, *arguments: Any, **options: Any) -> Any:
+    """The tokenizer, from which `images.RunProcessor` loads the run's processor. SGLang's own needs torchvision."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    names = ("tokenizer_mode", "trust_remote_code", "revision")
+    return get_tokenizer(path, **{name: options[name] for name in names if name in options})
+
+
+def make_processor(config: Any, arguments: Any, tokenizer: Any, transport: Any, *others: Any, **options: Any) -> Any:
+    """The processor of requests with images, whatever the model."""
+    from roll_infer_sglang.images import RunProcessor
+
+    return RunProcessor(config, arguments, tokenizer, transport, skip_mm_pool=True)
 
 
 def release_cache(result: Any, manager: Any, request: Any) -> None:

@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import ModelError
-from roll_infer_sglang.config import PLAIN_BACKEND
+from roll_infer_sglang.config import IMAGE_TYPES, PLAIN_BACKEND
 from roll_infer_sglang.engine_environment import engine_environment
 from roll_infer_sglang.hooks import ADAPTER, base_name
 from roll_infer_sglang.memory import HOST_TOKENS
 from roll_infer_sglang.processes import LOADER, adapter_arguments
-from roll_infer_sglang.registration import SAMPLING_BACKEND
+from roll_infer_sglang.registration import MEDIA_TOKENS, SAMPLING_BACKEND
 from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.engine_config import ONE_SLOT
-from roll_modeling.engine_files import EngineFiles, engine_files
+from roll_modeling.engine_files import EngineFiles, engine_files, interleaved_rope
 from roll_modeling.model_table import has_experts
 from roll_modeling.routing import RoutingLayout
 
 if TYPE_CHECKING:
+    from roll_core.data.processor import Processor
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_infer_sglang.config import SglangConfig
 
@@ -48,6 +49,8 @@ class LaunchedSglang:
     """Maximum sequence length, in tokens."""
     layout: RoutingLayout | None
     """Expert layout of the model, if the server returns routed experts."""
+    images: Processor | None
+    """Processor of images; None if the server reads text alone."""
 
 
 async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_slots: int) -> LaunchedSglang:
@@ -73,6 +76,9 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
             except ValueError as error:
                 raise ModelError(f"{who}: {error}") from error
         arguments = server_arguments(settings, model, mesh, files, num_slots)
+        images = files.processor if arguments.get("enable_multimodal") else None
+        if files.processor is not None:
+            variables[MEDIA_TOKENS] = ",".join(map(str, files.processor.media_token_ids))
         layout = RoutingLayout.of(files.text_config) if model.router_replay else None
         try:
             await server.start(arguments, variables)
@@ -84,7 +90,7 @@ async def launch(settings: SglangConfig, model: ModelSpec, mesh: MeshInfo, num_s
             await server.stop()
             raise
     limit = min(arguments["context_length"] - SPARE_TOKENS, int(info["max_req_input_len"]))
-    return LaunchedSglang(server=server, files=files, limit=limit, layout=layout)
+    return LaunchedSglang(server=server, files=files, limit=limit, layout=layout, images=images)
 
 
 def check_sizes(text_config: Any, num_slots: int, who: str) -> None:
@@ -138,6 +144,7 @@ def server_arguments(
         "custom_weight_loader": [LOADER],
         "weight_version": "0",
         **({"enable_return_routed_experts": True} if model.router_replay else {}),
+        **(_image_arguments(files) if files.text_config is not files.config else {}),
         **(EXPERTS if has_experts(files.text_config.to_dict()) else {}),
         **(PRIORITIES if settings.enable_priority_scheduling else {}),
         "enable_memory_saver": sleeps,
@@ -146,9 +153,22 @@ def server_arguments(
     }
 
 
+def _image_arguments(files: EngineFiles) -> dict[str, Any]:
+    """Server arguments of a model with images, which may be used for text alone."""
+    reads = files.processor is not None and files.config.model_type in IMAGE_TYPES
+    return {
+        "enable_multimodal": reads,
+        "enable_precise_embedding_interpolation": True,  # positions of patches as transformers computes them
+    }
+
+
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:
     """Server arguments with the paths of model and tokenizer."""
     file_arguments: dict[str, Any] = {"model_path": files.model}
-    if files.overrides:
-        file_arguments["json_model_override_args"] = json.dumps(files.overrides)
+    overrides = dict(files.overrides)
+    if rope := interleaved_rope(files.config):
+        overrides["text_config"] = {**overrides.get("text_config", {}), **rope}
+        overrides["rope_scaling"] = rope["rope_parameters"]  # SGLang reads it from the whole model's config
+    if overrides:
+        file_arguments["json_model_override_args"] = json.dumps(overrides)
     return file_arguments | ({"tokenizer_path": files.tokenizer} if files.tokenizer else {"skip_tokenizer_init": True})

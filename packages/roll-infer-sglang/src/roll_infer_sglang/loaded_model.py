@@ -33,6 +33,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA
+from sglang.srt.managers import mm_schedule
 from sglang.srt.runtime_context import get_parallel
 from typing_extensions import override
 
@@ -55,8 +56,14 @@ FUSED = {
 """Fused modules of SGLang: name, class, and the Hugging Face modules whose tensors they concatenate."""
 POOLS = ("A_buffer", "B_buffer"), ("A_buffer_qkv", "B_buffer_qkv")
 """Attribute names of the pools of A and B in SGLang's modules."""
-RENAMED = ((".mlp.", ".block_sparse_moe."), (".gate.moe_statics.", ".gate."))
-"""Parts of names in transformers, and what SGLang's models (Mixtral, Ernie) have instead."""
+RENAMED = (
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+    (".mlp.", ".block_sparse_moe."),
+    (".gate.moe_statics.", ".gate."),
+    (".attn.qkv.", ".attn.qkv_proj."),
+)
+"""Parts of names in transformers, and what SGLang's models (Mixtral, Ernie, Qwen with images) have instead."""
 KV_B = ".kv_b_proj.weight"
 """End of the name of the weight from which SGLang derives `w_kc` and `w_vc`."""
 ATTENTION_SINKS = "sinks"
@@ -195,6 +202,8 @@ class SglangModel(LoadedModel):
             else:
                 others.append((self._renamed(name), tensor))
         self._model.load_weights(others)
+        if mm_schedule.embedding_cache is not None:  # SGLang keeps features of images when it drops the KV cache
+            mm_schedule.embedding_cache.clear()
 
     def _locate_experts(self, name: str, expert: ExpertName, module: FusedMoE) -> ExpertsTensor:
         parameter = expert.stored.replace("_bias", "_weight_bias")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.types import CompletionOutput
-from roll_infer_sglang.sampling import logprobs_of, top_tokens
+from roll_infer_sglang.sampling import logprobs_of, prompt_logprobs, top_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,8 @@ class SglangOutput:
         """
         meta = message["meta_info"]
         if self.request.prompt_logprobs and self.index == 0 and meta.get("input_token_logprobs"):
-            self.prompt_logprobs = logprobs_of(meta["input_token_logprobs"])
+            of_images = meta.get("input_token_ids_logprobs") or ()
+            self.prompt_logprobs = prompt_logprobs(self.request.prompt_ids, meta["input_token_logprobs"], of_images)
             if self.request.prompt_topk:
                 self.prompt_topk = top_tokens(meta["input_top_logprobs"], self.request.prompt_topk)
         # The abort of a waiting, partly generated request repeats its last tokens.

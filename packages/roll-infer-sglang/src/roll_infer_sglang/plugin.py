@@ -16,6 +16,7 @@ ROLL_HOOK_API = 1
 
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
+    images=True,
     sleeps=True,
     lora=True,
     prompt_logprobs=True,

@@ -16,6 +16,9 @@ FORCED_BACKEND = "ROLL_SGLANG_SAMPLING_BACKEND"
 on which SGLang ignores `sampling_backend` and uses a fixed one. Other SGLang servers are not affected."""
 ON_CPU = "ROLL_SGLANG_ON_CPU"
 """Environment variable of our server processes: set if they run on a CPU."""
+MEDIA_TOKENS = "ROLL_SGLANG_MEDIA_TOKENS"
+"""Environment variable of our server processes: ids of tokens of images, separated by commas; not set for a model that
+reads text alone."""
 
 
 def register() -> None:
@@ -27,6 +30,9 @@ def register() -> None:
         register_sampler_backend(name, _sampler)
     if os.environ.get(ON_CPU):
         HookRegistry.register(hooks.AFTER_RELEASE, hooks.release_cache, HookType.AFTER)
+    if os.environ.get(MEDIA_TOKENS):
+        HookRegistry.register(hooks.LOAD_PROCESSOR, hooks.load_processor, HookType.REPLACE)
+        HookRegistry.register(hooks.MAKE_PROCESSOR, hooks.make_processor, HookType.REPLACE)
     if os.environ.get(hooks.ADAPTER):
         HookRegistry.register(hooks.AFTER_LOADING, hooks.load_into_buffers, HookType.AFTER)
         HookRegistry.register(hooks.AFTER_NAMING, hooks.name_adapter, HookType.AFTER)

@@ -14,11 +14,22 @@ VERSIONS = ">=0.5.20,<0.5.24"
 """Supported SGLang releases. The tests run with the first and the last."""
 SESSIONS = Version("0.5.21")
 """First release that takes tensors only between `/begin_weight_update` and `/end_weight_update`."""
+WIDE_HASHES = Version("0.5.23")
+"""First release whose prefix cache distinguishes images by 62 bits of their hashes. Earlier ones use 30."""
 
 
 def has_update_sessions() -> bool:
     """True if the installed SGLang takes tensors only in a weight update session."""
-    return Version(importlib.metadata.version("sglang")) >= SESSIONS
+    return _installed() >= SESSIONS
+
+
+def distinguishes_images() -> bool:
+    """True if the prefix cache of the installed SGLang never mixes up images, without a key of the request."""
+    return _installed() >= WIDE_HASHES
+
+
+def _installed() -> Version:
+    return Version(importlib.metadata.version("sglang"))
 
 
 def num_shards(module: Any) -> int:

@@ -9,6 +9,7 @@ resume()     -> interrupted outputs are submitted again, with their tokens so fa
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import secrets
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.errors import DataError, RollError
 from roll_core.types import Completion
 from roll_infer_sglang.output import SglangOutput
+from roll_infer_sglang.release import distinguishes_images
 from roll_infer_sglang.sampling import routed_experts, sampling_params
 from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.model import load_tokenizer
@@ -196,10 +198,20 @@ class Requests:
                 continue
             meta = response["meta_info"]
             self._metrics.add_response(meta)
+            self._check_prompt(output, meta)
             if self._layout is not None:
                 output.add_experts(routed_experts(meta, self._layout))
             output.final = self._final(output, meta["finish_reason"])
         return output.final
+
+    def _check_prompt(self, output: SglangOutput, meta: Mapping[str, Any]) -> None:
+        """Raise `RollError` if SGLang has computed another number of prompt tokens, as if it had expanded images."""
+        num = len(output.request.prompt_ids) + output.num_submitted
+        if output.request.media and meta["finish_reason"]["type"] != "abort" and meta["prompt_tokens"] != num:
+            raise RollError(
+                f"{self._who}: request {output.request.id!r} has {num} prompt tokens, and SGLang computed"
+                f" {meta['prompt_tokens']}: this model is not supported with images"
+            )
 
     def _final(self, output: SglangOutput, reason: Mapping[str, Any]) -> CompletionOutput | None:
         """Final output after SGLang has ended its request; None if it was interrupted and must continue.
@@ -242,9 +254,10 @@ class Requests:
 
     def _send_queue(self) -> None:
         queue, self._queue = self._queue, []
-        alike: defaultdict[tuple[int, bool], list[SglangOutput]] = defaultdict(list)
+        alike: defaultdict[tuple[int, bool, bool], list[SglangOutput]] = defaultdict(list)
         for output in queue:
-            alike[output.request.priority, output.request.routed_experts].append(output)
+            request = output.request
+            alike[request.priority, request.routed_experts, request.prompt_logprobs].append(output)
         for outputs in alike.values():
             stream = self._keep(self._stream(outputs))
             self._streams.add(stream)
@@ -295,10 +308,29 @@ class Requests:
             ],
             "custom_logit_processor": [processor if "custom_params" in param else None for param in params],
             "stream": True,
+            **self._images(outputs),
             "return_routed_experts": outputs[0].request.routed_experts,
             "priority": outputs[0].request.priority if self._priorities else None,
             "lora_path": [self.adapter] * len(outputs) if self.adapter is not None else None,
         }
+
+    def _images(self, outputs: Sequence[SglangOutput]) -> dict[str, Any]:
+        """Images of the prompts, as data URLs; empty if no prompt has some."""
+        media = [output.request.media for output in outputs]
+        processor = self._files.processor
+        if processor is None or not any(media):
+            return {}
+        urls = {
+            image.digest: f"data:;base64,{base64.b64encode(image.read()).decode()}"
+            for images in media
+            for image in images
+        }
+        body: dict[str, Any] = {"image_data": [[urls[image.digest] for image in images] for images in media]}
+        if outputs[0].request.prompt_logprobs:
+            body["token_ids_logprob"] = [processor.image_token_id]
+        if not distinguishes_images():
+            body["extra_key"] = ["".join(image.digest for image in images) for images in media]
+        return body
 
     def _params(self, output: SglangOutput) -> dict[str, Any]:
         params = sampling_params(output.request, output.index, len(output.tokens), self._files.end_ids)

@@ -4,7 +4,8 @@ SGLang's own sampler differs in three ways:
 
 * top-p counts probability mass that top-k has already removed;
 * a seed has an effect only with SGLang's deterministic kernels;
-* masked end tokens (`min_new_tokens`) change the logprobs.
+* masked end tokens (`min_new_tokens`) change the logprobs;
+* tokens of images may be sampled.
 
 SGLang supports custom samplers (`register_sampler_backend`) and custom parameters for them (`custom_params`). These
 parameters reach the sampler only if the request has a logit processor, here `ParamsProcessor`.
@@ -12,13 +13,15 @@ parameters reach the sampler only if the request has a logit processor, here `Pa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from roll_infer_sglang.distribution import filtered, seeded_choice
+from roll_infer_sglang.registration import MEDIA_TOKENS
 from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED
 
 if TYPE_CHECKING:
@@ -34,10 +37,13 @@ class ParamsProcessor(CustomLogitProcessor):  # type: ignore[misc]  # SGLang is 
 
 
 class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to mypy
-    """Sampler with ROLL's semantics of top-p, seeds and `min_new_tokens`.
+    """Sampler with ROLL's semantics of top-p, seeds, `min_new_tokens` and tokens of images.
 
     B requests of a batch, V tokens of the vocabulary.
     """
+
+    _media_tokens: ClassVar = [int(id) for id in os.environ.get(MEDIA_TOKENS, "").split(",") if id]
+    """Ids that are never sampled."""
 
     _seeded: tuple[Tensor, Tensor] | None = None
     """Batch rows of requests with a seed, and their seeds; set during `forward`."""
@@ -54,7 +60,7 @@ class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to my
         """Sample one token `[B]` per request; `positions[b]` is the sequence position of the last existing token."""
         logits_BV = logits_output.next_token_logits
         params = _params(sampling_info, len(logits_BV))
-        masked = self._mask_ends(logits_BV, params, positions)
+        masked = self._masked(logits_BV, params, positions)
         self._seeded = _seeds(params, logits_BV.device)
         try:
             if masked is None:
@@ -74,15 +80,18 @@ class ContractSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped to my
             ).write_output_to(logits_output)
         return tokens
 
-    def _mask_ends(self, logits_BV: Tensor, params: list[dict[str, Any]], positions: Tensor) -> Tensor | None:
-        """Logits `[B, V]` with end tokens masked for responses shorter than `min_new_tokens`.
+    def _masked(self, logits_BV: Tensor, params: list[dict[str, Any]], positions: Tensor) -> Tensor | None:
+        """Logits `[B, V]` without tokens of images, and without ends of responses shorter than `min_new_tokens`.
 
-        None if no request has `min_new_tokens`.
+        None if nothing is masked.
         """
         rows = [row for row, request in enumerate(params) if MIN_NEW in request]
-        if not rows:
+        if not rows and not self._media_tokens:
             return None
         masked = logits_BV.clone()
+        masked[:, self._media_tokens] = float("-inf")
+        if not rows:
+            return masked
         least = torch.tensor([params[row][MIN_NEW] for row in rows], device=positions.device)
         early = positions[torch.tensor(rows, device=positions.device)] + 1 < least
         for row, is_early in zip(rows, early.tolist(), strict=True):

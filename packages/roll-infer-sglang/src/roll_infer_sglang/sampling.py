@@ -1,4 +1,4 @@
-"""Conversion between ROLL's requests and SGLang's: sampling parameters in, logprobs and experts out."""
+"""Conversion between ROLL's requests and SGLang's: sampling parameters and images in, logprobs and experts out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from roll_core.types import TopTokens
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.types import Floats, GenerateRequest, RoutedExperts
+    import numpy.typing as npt
+
+    from roll_core.types import Floats, GenerateRequest, RoutedExperts, TokenIds
     from roll_modeling.routing import RoutingLayout
 
 MIN_TEMPERATURE = 1e-6
@@ -96,6 +98,21 @@ def logprobs_of(entries: Sequence[Sequence[Any]] | None) -> Floats:
     return np.asarray([entry[0] or 0.0 for entry in entries or ()], np.float32)
 
 
+def prompt_logprobs(
+    prompt_ids: TokenIds, entries: Sequence[Sequence[Any]], of_images: Sequence[Sequence[Sequence[Any]] | None]
+) -> Floats:
+    """Logprobs `[P]` of the prompt's tokens.
+
+    SGLang replaces tokens of images by hashes, so the logprobs of these tokens are in `of_images`: for each token the
+    entry of the id of images, empty for the first and if the prompt has no images.
+    """
+    logprobs = logprobs_of(entries)
+    for position, known in enumerate(of_images):
+        if known and known[0][1] == prompt_ids[position]:
+            logprobs[position] = known[0][0]
+    return logprobs
+
+
 def routed_experts(meta: Mapping[str, Any], layout: RoutingLayout) -> RoutedExperts | None:
     """Routed experts `[tokens, M, K]` from a response's `meta_info`, M layers with experts; None if missing.
 
@@ -106,3 +123,22 @@ def routed_experts(meta: Mapping[str, Any], layout: RoutingLayout) -> RoutedExpe
         return None
     rows = np.frombuffer(base64.b64decode(text), dtype=np.int32)
     return layout.routed_experts(rows.reshape(-1, layout.num_layers, layout.top_k))
+
+
+def image_ranges(is_image: npt.NDArray[np.bool_], num_features: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """First and last index of each run of image tokens `[L]`, by image.
+
+    An image has several runs if its model has other tokens between them, such as the ends of its rows. Raises
+    `ValueError` if the prompt has another number of image tokens.
+    """
+    indices = np.flatnonzero(is_image)
+    if len(indices) != sum(num_features):
+        raise ValueError(
+            f"the prompt has {len(indices)} image tokens, but its {len(num_features)} images have {sum(num_features)}"
+            " features"
+        )
+    ranges = []
+    for of_image in np.split(indices, np.cumsum(num_features)[:-1]):
+        runs = np.split(of_image, np.flatnonzero(np.diff(of_image) > 1) + 1)
+        ranges.append([(int(run[0]), int(run[-1])) for run in runs])
+    return ranges

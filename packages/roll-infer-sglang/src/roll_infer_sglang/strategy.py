@@ -79,7 +79,7 @@ class SglangStrategy(InferStrategy):
         num_slots = self._settings.tp_size or mesh.num_slots
         launched = await launch(self._settings, model, mesh, num_slots)
         server = self._server = launched.server
-        self._files, self._limit = launched.files, launched.limit
+        self._files, self._limit, self._images = launched.files, launched.limit, launched.images
         processes = self._processes = SglangProcesses(server, self._who, num_slots)
         self._weights: EngineWeights
         if model.lora is not None:
@@ -156,8 +156,11 @@ class SglangStrategy(InferStrategy):
             limit=f"the engine's context of {self._limit} tokens",
             routed_experts=self._replays,
             has_tokenizer=bool(self._files.tokenizer),
+            images=self._images is not None,
         )
         check_served(request)
+        if self._images is not None:
+            self._images.check(request)
         return await self._requests.generate(request)
 
     @override

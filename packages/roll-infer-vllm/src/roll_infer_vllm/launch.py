@@ -17,7 +17,7 @@ from roll_infer_vllm.processes import adapter_arguments
 from roll_infer_vllm.registration import TRANSFER
 from roll_infer_vllm.watchdog import PARENT
 from roll_modeling.engine_config import check_arguments
-from roll_modeling.engine_files import engine_files
+from roll_modeling.engine_files import engine_files, interleaved_rope
 from roll_modeling.routing import RoutingLayout
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ vLLM's name for it is `uni`. On a CPU vLLM replaces that name by `mp`, because i
 environment of a worker process. `engine_environment` sets it for the core's process, so no second process is needed.
 """
 
-INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Types whose rotary frequencies are dealt to the axes of image positions in turn, not in sections."""
 OTHER_MEDIA = {"video": 0, "audio": 0}
 """Media of `limit_mm_per_prompt` for which vLLM reserves no memory by default: prompts have only images."""
 
@@ -216,9 +214,8 @@ def implied_keys(config: Any) -> dict[str, Any]:
     elif config.model_type == "minimax_m2":
         rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         implied = {"use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": int(config.head_dim * rotated)}
-    elif config.model_type in INTERLEAVED:
-        rope = config.get_text_config().rope_parameters or {}
-        return {"text_config": {"rope_parameters": {"mrope_interleaved": True, **rope}}}
+    elif rope := interleaved_rope(config):
+        return {"text_config": rope}
     return {key: value for key, value in implied.items() if not hasattr(config, key)}
 
 

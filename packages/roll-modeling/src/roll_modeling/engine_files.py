@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from roll_core.spec.model import ModelSpec
 
 
+INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Types whose rotary frequencies are dealt to the axes of image positions in turn, not in sections."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFiles:
     """Inputs for starting an engine."""
@@ -94,6 +98,16 @@ def engine_files(spec: ModelSpec, engine: str) -> Iterator[EngineFiles]:
             config=config,
             scratch=Path(scratch),
         )
+
+
+def interleaved_rope(config: Any) -> dict[str, Any]:
+    """Keys of the language model's config without which engines deal frequencies to the axes of positions in sections.
+
+    transformers does not need them, so that a model of `random_init` lacks them. Empty for other types.
+    """
+    if config.model_type not in INTERLEAVED:
+        return {}
+    return {"rope_parameters": {"mrope_interleaved": True, **(config.get_text_config().rope_parameters or {})}}
 
 
 def _generation_config(stored: ModelSpec) -> Any:

@@ -21,7 +21,15 @@ from roll_core.data.rows import Rows, are_chats, file_names, first_rows, has_ima
 from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError, ModelError
-from roll_core.spec.config import DataArguments, RewardConfig, RewardKeys, WorkerConfig
+from roll_core.plugins.targets import schema_of
+from roll_core.spec.config import (
+    DataArguments,
+    InferWorkerConfig,
+    RewardConfig,
+    RewardKeys,
+    StrategyConfig,
+    WorkerConfig,
+)
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_core.spec.rollout import IMAGE
@@ -232,20 +240,28 @@ class FileCheck:
         """Yield a mistake for each role that cannot read the images of rows, and for a model without a processor."""
         from roll_core.data.processor import has_processor
 
-        roles: dict[KeyPath, tuple[str, Any]] = {
-            path: (worker.kind, role.get("strategy_args"))
-            for path, worker, role in sections(schema, dict(data), WorkerConfig)
-        }
+        roles: dict[KeyPath, tuple[str, Any, Any]] = {}
+        policy = data.get(schema.policy_role)
+        for path, worker, role in sections(schema, dict(data), WorkerConfig):
+            receives = issubclass(worker, InferWorkerConfig) and worker.receives_weights
+            model = policy if receives and isinstance(policy, dict) else role
+            roles[path] = worker.kind, role.get("strategy_args"), model.get("model_args")
         for path, reward in _rewards(data).items():
             strategy = reward.strategy_args
-            roles[path] = (reward.kind, None if strategy is None else strategy.model_dump())
-        for path, (kind, arguments) in roles.items():
+            strategy_args = None if strategy is None else strategy.model_dump()
+            roles[path] = reward.kind, strategy_args, reward.model_args.model_dump()
+        for path, (kind, arguments, model_args) in roles.items():
             name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
             known: Sequence[InferProvider] | Sequence[TrainProvider] = (
                 registry.providers(InferProvider) if kind == "generate" else registry.providers(TrainProvider)
             )
             provider = next((provider for provider in known if provider.name == name), None)
-            if kind == "reward" or provider is None or provider.capabilities.images:
+            if kind == "reward" or provider is None:
+                continue
+            if provider.capabilities.images:
+                if isinstance(provider, InferProvider):
+                    keys = model_keys(model_args, data.get("pretrain"))
+                    yield from _unread_images(registry, provider, arguments, keys, path)
                 continue
             able = [
                 other.name
@@ -350,6 +366,20 @@ def _place_of_images(schema: type[RunConfig], values: Mapping[Any, Any], rows: M
             if has_images(row, data):
                 return f"{row.where} has an image"
     return ""
+
+
+def _unread_images(
+    registry: Registry, provider: InferProvider, arguments: Mapping[str, Any], keys: Mapping[str, Any], path: KeyPath
+) -> Iterator[Finding]:
+    """Yield the mistake of an engine that does not read images with the model of `keys`."""
+    try:
+        config = schema_of(provider, StrategyConfig, owner=registry.owner(provider))
+        config.model_validate(arguments.get("strategy_config") or {}).check_images(keys)
+    except ValidationError:  # the validation of the whole config reports it
+        return
+    except ValueError as error:
+        at_name = (*path, "strategy_args", "strategy_name")
+        yield Finding(at_name, f"{provider.name} of {'.'.join(path)}: {error}", code="ROLL-C017")
 
 
 def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tuple[str, ...]) -> Iterator[Finding]:

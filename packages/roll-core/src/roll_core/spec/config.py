@@ -256,6 +256,10 @@ class StrategyConfig(Config):
         """Raise `ValueError`, with the arithmetic, if prompt and response together exceed the positions that the model
         can compute. Called where `check_architecture` is; `keys` as for `check_model`."""
 
+    def check_images(self, keys: Mapping[str, Any]) -> None:
+        """Infer strategies: raise `ValueError` if the engine does not read images with this model. Called if rows have
+        images and the provider reads them; `keys` as for `check_model`."""
+
     def check_lengths(self, prompt: int, response: int) -> None:
         """Infer strategies: raise `ValueError`, with the arithmetic, if prompt and response together exceed the
         engine's maximum sequence length. Both are numbers of tokens."""

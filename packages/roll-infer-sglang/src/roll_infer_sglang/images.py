@@ -1,0 +1,115 @@
+"""Prompts with images: SGLang gets the run's token ids, and the pixels of the run's processor.
+
+SGLang's own way is to expand one placeholder per image, with the processor of torchvision. Tokens and pixels could then
+differ from those that the trainer computes logprobs for. Its processor is replaced by `RunProcessor`, in the server
+process, where the expanded ids stay as they are:
+
+    GenerateRequest ── ids, bytes of images ──► RunProcessor ── ids, pixels, ranges, positions ──► SGLang's model
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
+
+from roll_core.data.media import received_image
+from roll_core.data.processor import processor_of
+from roll_infer_sglang.sampling import image_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from roll_core.data.processor import Processor
+    from roll_core.types import Media
+
+PIXELS = "pixel_values"
+GRIDS = "image_grid_thw"
+"""Array of a processor with the patches of an image by time, height and width: its model has positions on 3 axes."""
+
+
+class RunProcessor(BaseMultimodalProcessor):  # type: ignore[misc]  # SGLang is untyped to mypy
+    """SGLang's processor of requests with images."""
+
+    generates_input_ids_from_raw_prompt = True
+    auto_mm_processor_worker_num = 1
+
+    def __init__(self, config: Any, arguments: Any, tokenizer: Any, *others: Any, **options: Any) -> None:
+        super().__init__(config, arguments, tokenizer, *others, **options)
+        processor = processor_of(tokenizer)
+        if processor is None:
+            raise ValueError(f"{tokenizer.name_or_path} has no processor of images")
+        self._run_processor: Processor = processor
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="roll-images")
+        """One thread, because the processor has a cache."""
+
+    async def process_mm_data_async(
+        self, image_data: Sequence[Any], input_text: str | list[int], *arguments: Any, **options: Any
+    ) -> MultimodalProcessorOutput:
+        """Ids, pixels and positions of a prompt: its ids are returned as they are, a text is expanded and encoded.
+
+        Raises `ValueError` (`DataError`), which SGLang returns as a client error.
+        """
+        request: Any = arguments[0] if arguments else options["request_obj"]
+        if request.video_data or request.audio_data:
+            raise ValueError("video and audio are not supported")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._process, image_data, input_text)
+
+    def _process(self, image_data: Sequence[Any], prompt: str | list[int]) -> MultimodalProcessorOutput:
+        processor = self._run_processor
+        media = [received_image(getattr(image, "url", image)) for image in image_data]
+        if isinstance(prompt, str):
+            prompt = self._tokenizer.encode(processor.expand(prompt, media, "prompt"), add_special_tokens=False)
+        ids = np.asarray(prompt)
+        ranges = image_ranges(ids == processor.image_token_id, [processor.num_features(image) for image in media])
+        items = [self._item(image, runs) for image, runs in zip(media, ranges, strict=True)]
+        positions, delta = self._positions(ids, items)
+        return MultimodalProcessorOutput(
+            input_ids=ids.tolist(),
+            mm_items=items,
+            im_token_id=processor.image_token_id,
+            mrope_positions=positions,
+            mrope_position_delta=delta,
+        )
+
+    def _item(self, image: Media, runs: list[tuple[int, int]]) -> MultimodalDataItem:
+        arrays = {name: torch.from_numpy(array) for name, array in self._run_processor.inputs([image]).items()}
+        item = MultimodalDataItem(
+            modality=Modality.IMAGE, offsets=runs, feature=arrays.pop(PIXELS), model_specific_data=arrays
+        )
+        item.set_hash(int(image.digest[:16], 16))  # SGLang caches features by 64 bits
+        return item
+
+    def _positions(self, ids: npt.NDArray[Any], items: Sequence[Any]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Positions `[3, L]` of the tokens, and their distance `[1, 1]` to the indices of later tokens.
+
+        None for a model with one axis of positions.
+        """
+        if GRIDS not in items[0].model_specific_data:
+            return None, None
+        config = self.hf_config
+        end = items[-1].offsets[-1][1] + 1  # SGLang looks at the token after each start of an image: the last has none
+        positions, _ = MRotaryEmbedding.get_rope_index(
+            spatial_merge_size=self.spatial_merge_size,
+            image_token_id=self._run_processor.image_token_id,
+            video_token_id=config.video_token_id,
+            vision_start_token_id=config.vision_start_token_id,
+            model_type=config.model_type,
+            tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
+            input_ids=torch.from_numpy(ids[None, :end]),
+            image_grid_thw=torch.cat([item.image_grid_thw for item in items]),
+        )
+        first = int(positions.max()) + 1
+        rest = torch.arange(first, first + len(ids) - end).expand(3, -1)
+        delta = torch.tensor([[first - end]])
+        return torch.cat([positions[:, 0], rest], dim=1), delta
