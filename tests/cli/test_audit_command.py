@@ -30,7 +30,7 @@ from roll_rewards.config import (
 from roll_rewards.ifeval import IFEvalReward
 from roll_rewards.math_rule import MathRuleReward
 from roll_testing.errors import mentions
-from roll_tools import data_audit
+from roll_tools import audit, data_audit
 from roll_tools.data_audit import AuditFinding, audit_reward_columns, audit_rows, audit_template
 from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
@@ -350,7 +350,7 @@ def test_a_saved_record_has_the_findings() -> None:
 
 def test_the_page_has_every_check_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
-    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (data_audit,))
+    source = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (audit, data_audit))
     yielded = set(re.findall(r'(?:[Ff]inding\(|keeps\()\s*"(\w+)"', source)) | {"prompt_length", "response_length"}
     assert set(re.findall(r"^\| `(\w+)` \| \S", page, re.MULTILINE)) == yielded
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from roll_core.data.rows import messages_of, need_column, read_rows, text_of, tools_of
+from roll_core.data.rows import messages_of, need_column, read_rows, shape_of, text_of, tools_of
 from roll_core.data.templates import NAMED
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
@@ -556,3 +556,39 @@ def test_places_and_parts_of_one_message_keep_their_order(tmp_path):
     rows = read_rows(data)
     (message,) = messages_of(rows[0], data, rows, response=False)
     assert message == {"role": "user", "content": f"{IMAGE} or {IMAGE} or {IMAGE}", "media": ("first", "part", "last")}
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "keys"),
+    [
+        ({"instruction": "a", "input": "", "output": "b"}, "Alpaca",
+         {"prompt": "instruction", "query": "input", "response": "output"}),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+         "ShareGPT", {"messages": "conversations", "system": "system"}),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+         "OpenAI", {"messages": "messages"}),
+    ],
+)  # fmt: skip
+def test_known_formats_are_recognised_and_read(tmp_path, row, shape, keys):
+    path = write(tmp_path / "a.jsonl", [row])
+    rows = read_rows(DataArguments(file_name=path))
+    assert shape_of(rows) == (shape, keys)
+    with raises_error(DataError, "'prompt'", shape, *keys.values()):
+        need_column("prompt", rows)
+    data = DataArguments(file_name=path, **keys)
+    messages = [(message["role"], message["content"]) for message in messages_of(rows[0], data, rows, response=True)]
+    assert [message for message in messages if message[0] != "system"] == [("user", "a"), ("assistant", "b")]
+    assert (messages[0] == ("system", "s")) is (shape == "ShareGPT")
+
+
+def test_messages_of_sharegpt_have_known_roles(tmp_path):
+    said = [("system", "s"), ("human", "a"), ("gpt", "b"), ("observation", "c"), ("user", "d")]
+    chat = [{"from": role, "value": text} for role, text in said]
+    data = DataArguments(file_name=write(tmp_path / "a.jsonl", [{"c": chat}]), messages="c")
+    rows = read_rows(data)
+    roles = [message["role"] for message in messages_of(rows[0], data, rows, response=False)]
+    assert roles == ["system", "user", "assistant", "tool", "user"]
+    chat[2]["from"] = "function_call"
+    rows = read_rows(DataArguments(file_name=write(tmp_path / "a.jsonl", [{"c": chat}])))
+    with raises_error(DataError, "a.jsonl row 1: message 3", "function_call", "gpt"):
+        messages_of(rows[0], data, rows, response=False)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import roll_core as roll
+from roll_core.data.rows import read_rows
+from shared_tests.dataset_hub import serving_datasets, use_hub
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QWEN3 = {
@@ -63,3 +65,33 @@ def test_a_recipe_passes_check_and_fits_its_hardware(name, tmp_path, monkeypatch
 @pytest.mark.parametrize("folder", sorted({name.partition("/")[0] for name in HARDWARE}))
 def test_a_recipe_states_that_it_has_not_run(folder):
     assert "not run yet" in (RECIPES / folder / "README.md").read_text()
+
+
+GSM8K = {"question": "How many?", "answer": "3 * 343 = <<3*343=1029>>1029\n#### 1,029"}
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+MBPP = {"text": "Add.", "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "repo", "subset", "row", "values"),
+    [
+        ("gsm8k/full.yaml", "openai/gsm8k", "main", GSM8K,
+         {"prompt": "How many?\nThink step by step. Write the final answer in \\boxed{}.", "ground_truth": "1029"}),
+        ("sft/sft.yaml", "trl-lib/Capybara", "default", {"messages": CHAT}, {"messages": CHAT}),
+        ("code_rl/grpo.yaml", "google-research-datasets/mbpp", "full", MBPP,
+         {"prompt": "Add.\nYour program must pass this test:\nassert add(1, 2) == 3\nReply with one block of Python.",
+          "test_cases": MBPP["test_list"]}),
+    ],
+)  # fmt: skip
+def test_the_columns_of_a_recipe_fit_its_data_set(name, repo, subset, row, values, tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    config = roll.check(RECIPES / name, files=False).config
+    roles = [worker for worker in config.roles().values() if worker.data_args.file_name]
+    sources = [*(worker.data_args for worker in roles), config.validation.data_args]
+    assert len(sources) == 2
+    with serving_datasets() as hub:
+        use_hub(hub.url, tmp_path, monkeypatch)
+        hub.push(repo, {subset: {split: [row] for split in ("train", "test", "validation")}})
+        for data in sources:
+            (read,) = read_rows(data)
+            assert values.items() <= dict(read.values).items()

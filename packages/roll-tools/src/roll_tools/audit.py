@@ -18,7 +18,16 @@ from roll_core.config.explain import findings as findings_of
 from roll_core.data.encode import Encoder, media_of, tokenizer_texts
 from roll_core.data.end_tokens import saved_end_ids
 from roll_core.data.processor import processor_of
-from roll_core.data.rows import first_rows, format_of, has_response, messages_of, read_rows, tools_of
+from roll_core.data.rows import (
+    first_rows,
+    format_of,
+    has_response,
+    is_hub_name,
+    messages_of,
+    read_rows,
+    shape_of,
+    tools_of,
+)
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, UnsupportedError
@@ -47,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def show_audit(
-    source: Path,
+    source: Path | str,
     overrides: Sequence[str],
     registry: Registry,
     *,
@@ -57,10 +66,11 @@ def show_audit(
 ) -> int:
     """Print every finding, and the masks of the first rows. Returns 1 if a finding is an error, otherwise 0.
 
-    `source` is a config, or a file of rows: then `overrides` are keys of `data_args`, `prompt_length` and
-    `response_length`, and `tokenizer` is a model's directory or hub id (default: bytes). Raises `RollError`.
+    `source` is a config, a file of rows, or the name of a data set of the Hub. For rows, `overrides` are keys of
+    `data_args`, `prompt_length` and `response_length`, and `tokenizer` is a model's directory or hub id (default:
+    bytes). Raises `RollError`.
     """
-    is_data = format_of(source) is not None
+    is_data = isinstance(source, str) or format_of(source) is not None
     with tempfile.TemporaryDirectory() as folder:
         from roll_core.runtime.run.active_run import DatasetCache
         from roll_core.runtime.run.tokenizer import prepare_tokenizer
@@ -68,9 +78,9 @@ def show_audit(
         data = DatasetCache()
         if is_data:
             values = {key.removeprefix("data_args."): value for key, value in parse_settings(overrides).items()}
-            findings, rows = audit_data(source, values, tokenizer, Path(folder), num_shown)
+            findings, rows = audit_data(str(source), values, tokenizer, Path(folder), num_shown)
         else:
-            loaded = load(source, overrides, registry)
+            loaded = load(Path(source), overrides, registry)
             config: RunConfig = loaded.config
             if not loaded.pipeline.tokenizer:
                 raise UnsupportedError(f"pipeline {config.pipeline} has no tokenizer and no chat template to audit")
@@ -185,9 +195,9 @@ def _shown_images(tokens: TokenIds, encoder: Encoder, media: Sequence[Media]) ->
 
 
 def audit_data(
-    path: Path, values: Mapping[str, Any], model: str | None, folder: Path, num_shown: int
+    file_name: str, values: Mapping[str, Any], model: str | None, folder: Path, num_shown: int
 ) -> tuple[list[AuditFinding], list[MaskedRow]]:
-    """Audit a file of rows. Rows with responses are audited as those of sft, others as prompts.
+    """Audit a file of rows or a data set of the Hub. Rows with responses are audited as in sft, others as prompts.
 
     `values` are fields of `data_args`, and `prompt_length`, `response_length` and `train_on_prompt`, with the defaults
     of a run.
@@ -199,11 +209,17 @@ def audit_data(
     for key, limit in zip(("prompt_length", "response_length"), limits, strict=True):
         if not isinstance(limit, int) or limit < 1:
             raise ConfigError([_problem(key, f"is {limit!r}, expected a whole number > 0")])
+    findings: list[AuditFinding] = []
+    subject = file_name if is_hub_name(file_name) else Path(file_name).name
     try:
-        data = DataArguments(**{"file_name": str(path), **keys})
-        known = first_rows(str(path), data, 1)
+        data = DataArguments(**{"file_name": file_name, **keys})
+        known = first_rows(file_name, data, 1)
         if known is not None and "messages" not in keys and data.prompt not in known.columns:
-            data = data.model_copy(update={"messages": "messages"} if "messages" in known.columns else {})
+            shape, columns = shape_of(known)
+            data = data.model_copy(update=columns)
+            if shape:
+                config = ", ".join(f"{key}: {value}" for key, value in {"file_name": file_name, **columns}.items())
+                findings.append(AuditFinding("shape", subject, "ok", f"{shape}, read by data_args: {{{config}}}"))
     except ValidationError as error:
         raise ConfigError(
             [_problem(".".join(mistake.path), mistake.message) for mistake in findings_of(error.errors(), keys)]
@@ -222,7 +238,6 @@ def audit_data(
         built = load_tokenizer(model)
     trains = any(_has_response(row, data, rows) for row in rows)
     model_ends = saved_end_ids(model) if model else ()
-    findings: list[AuditFinding] = []
     if is_chat_data(data, built):
         findings += audit_template(built, data, subject=model or "bytes", model_ends=model_ends)
     try:
@@ -230,13 +245,13 @@ def audit_data(
             rows,
             data,
             built,
-            subject=path.name,
+            subject=subject,
             prompt_length=limits[0],
             response_length=limits[1] if trains else None,
             model_ends=model_ends,
         )
     except DataError as error:
-        findings.append(AuditFinding("rows", path.name, "error", str(error)))
+        findings.append(AuditFinding("rows", subject, "error", str(error)))
     shown = masked_rows(rows, data, built, num=num_shown, trains=trains, on_prompt=on_prompt)
     return findings, list(shown)
 

@@ -124,13 +124,17 @@ def audit(words: Sequence[str], registry: Registry) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tokenizer", metavar="MODEL", help="directory or hub id; only with a file of rows")
     parser.add_argument("--rows", metavar="N", type=_count, default=2, help="number of rows to show (default: 2)")
-    sources, overrides, options = parse_configs(parser, words)
-    if len(sources) != 1:
+    from roll_core.data.rows import is_hub_name
+
+    names = [word for word in words if is_hub_name(word)]
+    sources, overrides, options = parse_configs(parser, [word for word in words if word not in names])
+    if len(names) + len(sources) != 1:
         parser.error("expected one config, or one file of rows")
     from roll_tools.audit import show_audit
 
+    source = names[0] if names else sources[0]
     return show_audit(
-        sources[0], overrides, registry, tokenizer=options.tokenizer, num_shown=options.rows, as_json=options.json
+        source, overrides, registry, tokenizer=options.tokenizer, num_shown=options.rows, as_json=options.json
     )
 
 

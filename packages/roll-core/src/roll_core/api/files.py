@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,16 @@ from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
 from roll_core.config.schema import sections
-from roll_core.data.rows import Rows, are_chats, file_names, first_rows, has_images, messages_of, need_column
+from roll_core.data.rows import (
+    Rows,
+    are_chats,
+    file_names,
+    first_rows,
+    has_images,
+    is_hub_name,
+    messages_of,
+    need_column,
+)
 from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError, ModelError
@@ -158,7 +168,7 @@ class FileCheck:
                 if len(path) == 2 and data.template == "native" and _have_roles(rows, data):
                     yield from self._without_template(path, schema, values, rows)
                 if needed and not missing:
-                    yield from self._too_long(name, data, schema, values, response="response" in needed)
+                    yield from self._too_long(name, rows, data, schema, values, response="response" in needed)
             except DataError as error:
                 yield Finding(key_path, str(error), code=getattr(error, "code", "ROLL-C040"))
 
@@ -195,24 +205,35 @@ class FileCheck:
         return os.path.expanduser(source) if isinstance(source, str) and not self._is_written(source) else None
 
     def _too_long(
-        self, name: str, data: DataArguments, schema: type[RunConfig], values: Mapping[Any, Any], *, response: bool
+        self,
+        name: str,
+        rows: Rows,
+        data: DataArguments,
+        schema: type[RunConfig],
+        values: Mapping[Any, Any],
+        *,
+        response: bool,
     ) -> Iterator[Finding]:
-        """Yield the mistake of a length under which every row of a file is dropped."""
+        """Yield the mistake of a length under which every row of a file is dropped. `rows` are its first rows.
+
+        If all of these are too long, the other rows are read, unless a server has them.
+        """
         keys = ("prompt_length", "response_length") if response else ("prompt_length",)
         limits = {key: values.get(key, schema.model_fields[key].default) for key in keys}
         count = self._token_counter(schema, values)
         if count is None or values.get("overlong", "drop") != "drop" or not _are_integers(limits.values()):
             return
-        rows = Rows([], data)
-        for size in (FIRST_ROWS, sys.maxsize):  # the other rows are read only if all of the first ones are too long
-            rows = first_rows(name, data, min(size, data.max_samples or size)) or rows
-            if any(_overlong(row, data, rows, limits, count, response=response) is None for row in rows):
+        is_overlong = partial(_overlong, data=data, rows=rows, limits=limits, count=count, response=response)
+        read = rows[: data.max_samples]
+        if not all(map(is_overlong, read)):
+            return
+        if len(read) == FIRST_ROWS and data.max_samples != FIRST_ROWS:
+            if is_hub_name(name):
                 return
-            if len(rows) < size:
-                break
-        if rows and (overlong := _overlong(rows[0], data, rows, limits, count, response=response)):
+            read = first_rows(name, data, data.max_samples or sys.maxsize) or read
+        if all(map(is_overlong, read)) and (overlong := is_overlong(read[0])):
             key, length = overlong
-            message = f"is {limits[key]}, but {rows[0].where} has at least {length} tokens, and no row of the file fits"
+            message = f"is {limits[key]}, but {read[0].where} has at least {length} tokens, and no row of the file fits"
             yield Finding((key,), message, "increase it: longer rows are dropped", code="ROLL-C040")
 
     def _token_counter(self, schema: type[RunConfig], values: Mapping[Any, Any]) -> Callable[[str], int] | None:

@@ -1,4 +1,4 @@
-"""Reads rows from files, and names the file, row and column of any error.
+"""Reads rows from files and data sets of the Hub, and names the file, row and column of any error.
 
 JSON and CSV are read with the standard library, Parquet and Arrow with pyarrow. `roll-core check` reads the first rows
 of a file, a run reads all of them.
@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ ENDINGS = {
     ".tsv": "csv",
     ".arrow": "arrow",
 }
+HUB = "hf://"
+"""Beginning of the name of a data set of the Hub."""
 MAX_NESTING = 100
 """Maximum nesting of lists and objects in a JSON row. Deeper rows overflow the stack when they are sent to workers."""
 _COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -67,6 +69,11 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message's reasoning. Messages have it under the first."""
 WEIGHT_KEYS = ("weight", "loss_weight")
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS, *WEIGHT_KEYS}
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool",
+    "observation": "tool",
+}  # fmt: skip
+"""Roles of messages by `from`, the key of ShareGPT."""
 Message = dict[str, Any]
 """Chat message with the keys `role` and `content`."""
 Values = Mapping[str, Any]
@@ -89,8 +96,15 @@ class Row:
 class Rows(list[Row]):
     """All rows of some files, in order. Raises `DataError` for duplicate ids."""
 
-    def __init__(self, files: Iterable[tuple[str, Sequence[Values]]], data: DataArguments) -> None:
+    def __init__(
+        self,
+        files: Iterable[tuple[str, Sequence[Values]]],
+        data: DataArguments,
+        revisions: Mapping[str, str] | None = None,
+    ) -> None:
         """`files` are pairs of a file's path and its rows."""
+        self.revisions = dict(revisions or {})
+        """Commits of the data sets of the Hub, by their names in `file_name`."""
         columns: dict[str, None] = {}
         files = list(files)
         # The number of a row without an id may be the id of another row.
@@ -119,33 +133,59 @@ def file_names(data: DataArguments) -> list[str]:
     return [data.file_name] if isinstance(data.file_name, str) else list(data.file_name or ())
 
 
-def read_rows(data: DataArguments) -> Rows:
-    """Read at most `max_samples` rows of the files in `data.file_name`, in order. Raises `DataError`."""
+def is_hub_name(name: str) -> bool:
+    """True if a name in `data_args.file_name` is a data set of the Hub."""
+    return name.startswith(HUB)
+
+
+def read_rows(data: DataArguments, revisions: Mapping[str, str] | None = None) -> Rows:
+    """Read at most `max_samples` rows of the files in `data.file_name`, in order.
+
+    Data sets of the Hub are read at the commits in `revisions`, if their names are in it. Raises `DataError`.
+    """
     names = file_names(data)
     if not names:
         raise DataError("data_args.file_name is missing: name the files with the rows")
-    left, files = data.max_samples, []
-    for path in map(Path, names):
-        records = list(islice(_rows_of(path, data), left))
+    left, files, commits = data.max_samples, [], {}
+    for name in names:
+        table = None
+        if is_hub_name(name):
+            from roll_core.data.hub import HubRows
+
+            source = HubRows(name, (revisions or {}).get(name))
+            commits[name], table = source.revision, source.all()
+        records = list(islice(_rows_of(name, data, table), left))
         columns = dict.fromkeys(column for values in records for column in values)
-        files.append((str(path), [{column: values.get(column) for column in columns} for values in records]))
+        files.append((_shown(name), [{column: values.get(column) for column in columns} for values in records]))
         left = None if left is None else left - len(records)
-    rows = Rows(files, data)
+    rows = Rows(files, data, commits)
     if not len(rows):
         raise DataError(f"{', '.join(names)}: no rows")
     return rows
 
 
 def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
-    """Read at most `count` rows of one file. None if that requires pyarrow, which is missing. Raises `DataError`."""
-    path = Path(name)
+    """Read at most `count` rows of one file. None if that requires pyarrow, which is missing. Raises `DataError`.
+
+    Of a data set of the Hub, no more than these rows are downloaded, and nothing is kept.
+    """
+    table = None
     try:
-        records = list(islice(_rows_of(path, data), count))
+        if is_hub_name(name):
+            from roll_core.data.hub import HubRows
+
+            table = HubRows(name).first()
+        records = list(islice(_rows_of(name, data, table), count))
     except ModuleNotFoundError:
         return None
     if not records:
-        raise DataError(f"{path}: no rows")
-    return Rows([(str(path), records)], data)
+        raise DataError(f"{_shown(name)}: no rows")
+    return Rows([(_shown(name), records)], data)
+
+
+def _shown(name: str) -> str:
+    """Name of a file in locations of rows."""
+    return name if is_hub_name(name) else str(Path(name))
 
 
 def text_of(row: Row, column: str, rows: Rows) -> str:
@@ -206,8 +246,28 @@ def need_column(column: str, rows: Rows) -> None:
     """Raise `DataError` unless the rows have the column."""
     if column not in rows.columns:
         close = closest(column, rows.columns)
+        shape, columns = shape_of(rows) if column in ("prompt", "response", "messages") else ("", {})
+        keys = ", ".join(f"{key}: {name}" for key, name in columns.items())
         hint = f"did you mean {close!r}?" if close else f"there are {', '.join(map(repr, rows.columns))}"
+        hint = f"rows of {shape} are read with data_args: {{{keys}}}" if shape else hint
         raise DataError(f"{rows[0].where.rsplit(' row ', 1)[0]}: no column {column!r}; {hint}")
+
+
+def shape_of(rows: Rows) -> tuple[str, dict[str, str]]:
+    """Name of the format of the first row, and the keys of `data_args` that read it; both empty for other formats."""
+    values = rows[0].values
+    if {"instruction", "output"} <= values.keys():
+        query = {"query": "input"} if "input" in values else {}
+        return "Alpaca", {"prompt": "instruction", **query, "response": "output"}
+    others = {key: key for key in ("system", "tools") if values.get(key)}
+    for column, value in values.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and column not in ("chosen", "rejected"):
+            if {"from", "value"} <= first.keys():
+                return "ShareGPT", {"messages": column, **others}
+            if "role" in first:
+                return "OpenAI", {"messages": column, **others}
+    return "", {}
 
 
 def _with_system(messages: list[Message], row: Row, data: DataArguments, rows: Rows) -> list[Message]:
@@ -340,6 +400,8 @@ def _message(value: object, where: str) -> Message:
     Raises `DataError`, also for any other key that has a value: nothing would read it.
     """
     raw = value if isinstance(value, dict) else {}
+    if "from" in raw and "role" not in raw:
+        raw = _of_sharegpt(raw, where)
     for key, unread in raw.items():
         if key not in MESSAGE_KEYS and unread not in (None, "", [], {}):
             hint = "write it as tool_calls" if key == "function_call" else "remove it, or write it into the content"
@@ -370,6 +432,15 @@ def _message(value: object, where: str) -> Message:
     if weights and not all(weights.values()) and raw["role"] == "assistant":
         message["weight"] = 0
     return message
+
+
+def _of_sharegpt(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message of ShareGPT (`from`, `value`) with the keys `role` and `content`. Raises `DataError`."""
+    others = {key: value for key, value in raw.items() if key not in ("from", "value")}
+    role = SHAREGPT_ROLES.get(str(raw["from"]))
+    if role is None:
+        raise DataError(f"{where}: from is {_short(raw['from'])}, expected one of {', '.join(SHAREGPT_ROLES)}")
+    return {"role": role, "content": raw.get("value"), **others}
 
 
 def joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
@@ -424,8 +495,26 @@ def _from_json(text: str, where: str) -> Any:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(path: Path, data: DataArguments) -> Iterator[Values]:
-    """Rows of a file. Raises `DataError`, and `ModuleNotFoundError` without pyarrow."""
+def _rows_of(name: str, data: DataArguments, table: Iterator[Values] | None) -> Iterator[Values]:
+    """Rows of `table`, or else of the file `name`, with the columns that `data.columns` computes.
+
+    Raises `DataError`, and `ModuleNotFoundError` without pyarrow.
+    """
+    path = Path(name)
+    kind = format_of(path) if data.dataset_type == "auto" else data.dataset_type
+    is_table = table is not None or kind in ("parquet", "arrow")
+    rows = _file_rows(path, data) if table is None else table
+    if data.columns:
+        from roll_core.data.columns import ColumnExpressions
+
+        rows = map(ColumnExpressions(data.columns, _shown(name)), rows, count(1))
+    chats = {data.messages, data.tools, data.prompt, data.chosen, data.rejected} if is_table else set()
+    for row in rows:
+        yield {column: _without_nulls(value) if column in chats else value for column, value in row.items()}
+
+
+def _file_rows(path: Path, data: DataArguments) -> Iterator[Values]:
+    """Rows of a file as they are. Raises `DataError`, and `ModuleNotFoundError` without pyarrow."""
     kind: str = data.dataset_type
     if not path.is_file():
         raise DataError(f"{path}: {_where_else(path)}")
@@ -440,9 +529,7 @@ def _rows_of(path: Path, data: DataArguments) -> Iterator[Values]:
             )
     try:
         if kind in ("parquet", "arrow"):
-            chats = {data.messages, data.tools, data.prompt, data.chosen, data.rejected}
-            for row in _arrow_rows(path, kind):
-                yield {name: _without_nulls(value) if name in chats else value for name, value in row.items()}
+            yield from _arrow_rows(path, kind)
         else:
             yield from _json_rows(path) if kind == "json" else _csv_rows(path)
     except _read_errors() as error:

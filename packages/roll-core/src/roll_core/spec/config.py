@@ -7,6 +7,7 @@ Cross-field rules belong in `model_validator`s that raise `ValueError` and spell
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations of class variables
 from dataclasses import dataclass
@@ -485,9 +486,12 @@ class DataArguments(Config):
 
     file_name: str | list[str] | None = None
     """One or more files with one row per line or record. Names are literal (no globs) and relative to the working
-    directory."""
+    directory. `hf://OWNER/NAME[/SUBSET][?split=SPLIT&revision=REVISION]` is a data set of the Hugging Face Hub."""
     dataset_type: Literal["auto", "json", "parquet", "csv", "arrow"] = "auto"
     """File format. `auto` uses the file's suffix."""
+    columns: Annotated[dict[str, str], Field(examples=[{"ground_truth": "{{ answer.split('####')[1] | trim }}"}])] = {}
+    """Columns that Jinja templates compute from the other columns of a row. An expression alone keeps the type of its
+    value; other templates are text."""
     prompt: str = "prompt"
     """Column with the prompt's text."""
     query: str | None = None
@@ -544,6 +548,20 @@ class DataArguments(Config):
     def reads_images(self) -> bool:
         """True if rows may have images: in a column, or in the content of messages."""
         return self.images is not None or self.messages is not None
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_are_templates(cls, columns: dict[str, str]) -> dict[str, str]:
+        if columns:
+            with contextlib.suppress(ImportError):  # reading rows reports it
+                from jinja2 import Environment, TemplateSyntaxError
+
+                for name, text in columns.items():
+                    try:
+                        Environment().compile(text)
+                    except TemplateSyntaxError as error:
+                        raise ValueError(f"{name}: {error.message} in {text!r}") from error
+        return columns
 
     @model_validator(mode="after")
     def _check_query(self) -> Self:

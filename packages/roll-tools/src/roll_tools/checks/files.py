@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_core.data.rows import is_hub_name
+from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
 from roll_core.spec.diagnostics import CheckResult
 from roll_core.spec.model import is_hub_id
@@ -70,6 +72,9 @@ def data(context: CheckContext) -> Iterator[CheckResult]:
     for key, arguments in _data_of(context.config):
         names = [arguments.file_name] if isinstance(arguments.file_name, str) else arguments.file_name or []
         for name in names:
+            if is_hub_name(name):
+                yield _rows_of_the_hub(name, key)
+                continue
             file = Path(name)
             try:
                 with file.open("rb") as opened:
@@ -86,6 +91,18 @@ def data(context: CheckContext) -> Iterator[CheckResult]:
             else:
                 size = file.stat().st_size
                 yield CheckResult(level="ok", subject=key, found=f"{name}, {size / 1024**2:.1f} MiB")
+
+
+def _rows_of_the_hub(name: str, subject: str) -> CheckResult:
+    """Check that a data set of the Hub can be found, without a download of its rows."""
+    from roll_core.data.hub import HubRows
+
+    try:
+        commit = HubRows(name).revision
+    except DataError as error:
+        remedy = "correct the name, or read it into the cache first: roll-core audit"
+        return CheckResult(level="error", subject=subject, found=str(error), wanted="rows", remedy=remedy)
+    return CheckResult(level="ok", subject=subject, found=f"{name} of the Hub, commit {commit[:8]}")
 
 
 def _on_the_hub(source: str, subject: str) -> CheckResult:

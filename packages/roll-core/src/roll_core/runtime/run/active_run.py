@@ -60,17 +60,19 @@ log = logging.getLogger(__name__)
 class DatasetCache:
     """Rows of each `data_args`, read once for all roles."""
 
-    def __init__(self) -> None:
+    def __init__(self, revisions: Mapping[str, str] | None = None) -> None:
+        """`revisions` are the commits of data sets of the Hub, by name. Default: the latest ones."""
         self._rows: dict[str, Rows] = {}
-        self.files: dict[str, None] = {}
-        """Names of the files that were read, in order."""
+        self._pinned = revisions or {}
+        self.files: dict[str, str | None] = {}
+        """Names of the files that were read, in order, and the commits of those that are data sets of the Hub."""
 
     def rows(self, data: DataArguments) -> Rows:
         """The rows of `data`, read on first use."""
         key = data.model_dump_json()
         if key not in self._rows:
-            self._rows[key] = read_rows(data)
-            self.files.update(dict.fromkeys(file_names(data)))
+            rows = self._rows[key] = read_rows(data, self._pinned)
+            self.files.update((name, rows.revisions.get(name)) for name in file_names(data))
         return self._rows[key]
 
 
@@ -120,9 +122,9 @@ class ActiveRun(Run):
         """Retried reward calls up to the last batch."""
 
     @property
-    def data_files(self) -> list[str]:
-        """Names of the files whose rows the run has read."""
-        return list(self._data.files)
+    def data_files(self) -> dict[str, str | None]:
+        """Names of the files whose rows the run has read, and the commits of those that are data sets of the Hub."""
+        return self._data.files
 
     @override
     def train_role(self, name: str) -> GroupTrainRole:

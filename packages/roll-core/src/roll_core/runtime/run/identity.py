@@ -21,7 +21,7 @@ from roll_core.config.dump import flat
 from roll_core.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from datetime import datetime
     from typing import Self
 
@@ -56,8 +56,8 @@ class RunIdentity:
     """Config of each trained model, by role; empty if it cannot be read here."""
     tokenizer: Mapping[str, str] = field(default_factory=dict)
     """Digests of the vocabulary and of the other parts of the run's tokenizer; empty without one."""
-    data: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the files of rows in bytes."""
+    data: Mapping[str, int | str] = field(default_factory=dict)
+    """Sizes of the files of rows in bytes, and commits of the data sets of the Hub."""
     id: str = ""
     """Id of the run, unique on all hosts: its number and 8 hex digits."""
     attempts: Mapping[str, int] = field(default_factory=dict)
@@ -71,20 +71,25 @@ class RunIdentity:
         cls,
         models: Mapping[str, ModelSpec],
         tokenizer: PreTrainedTokenizerBase | None,
-        files: Iterable[str],
+        files: Mapping[str, str | None],
         date: datetime,
         id: str,
         attempts: Mapping[str, int],
     ) -> Self:
-        """Collect the facts. `files` have the rows of the run."""
+        """Collect the facts. `files` have the rows of the run; their values are the commits of those on the Hub."""
         return cls(
             models={role: _model_config(model) for role, model in models.items()},
             tokenizer={} if tokenizer is None else _digests(tokenizer),
-            data={name: size for name in files if (size := _size(Path(name))) is not None},
+            data={name: fact for name, commit in files.items() if (fact := commit or _size(Path(name))) is not None},
             date=date.isoformat(),
             id=id,
             attempts=attempts,
         )
+
+    @property
+    def commits(self) -> dict[str, str]:
+        """Commits of the data sets of the Hub, by their names in `file_name`."""
+        return {name: fact for name, fact in self.data.items() if isinstance(fact, str)}
 
     @classmethod
     def read(cls, saved: Mapping[str, Any] | None) -> Self | None:
@@ -132,8 +137,8 @@ def changes(checkpoint: Checkpoint, saved: RunIdentity | None, here: RunIdentity
     if saved is not None:
         parts = here.tokenizer.items()
         differences += [f"the tokenizer's {name}" for name, part in parts if saved.tokenizer.get(name, part) != part]
-        sizes = [(name, saved.data.get(name, size), size) for name, size in here.data.items()]
-        differences += [f"{name} ({before} → {size} bytes)" for name, before, size in sizes if before != size]
+        facts = [(name, saved.data.get(name, now), now) for name, now in here.data.items()]
+        differences += [f"{name} ({before} → {now})" for name, before, now in facts if before != now]
     return differences
 
 

@@ -406,7 +406,7 @@ class _Driver:
                 self.date = datetime.fromisoformat(self.continued.date)
         self.record.update(date=self.date.isoformat())
         with self.ledger.stage("data"):
-            data = DatasetCache()
+            data = DatasetCache(self.continued.commits if self.continued is not None else None)
             tokenizer = None
             if self.provider.tokenizer:
                 with writing(run_dir.tokenizer):
@@ -446,6 +446,8 @@ class _Driver:
         models = {role.name: model_spec(role, self.config, self.run_dir.tokenizer) for role in trained}
         tokenizer = run.tokenizer if self.provider.tokenizer else None
         here = RunIdentity.of(models, tokenizer, run.data_files, self.date, self.id, self._attempts)
+        if here.commits:
+            self.record.update(datasets=here.commits)
         if checkpoint is not None:
             if self.continued is not None:
                 check_identity(checkpoint, self.continued, here)

@@ -1,0 +1,125 @@
+"""Reads data sets of the Hugging Face Hub through the library `datasets`, which keeps them in its cache.
+
+`hf://openai/gsm8k/main?split=test&revision=e53f048` has the arguments of `datasets.load_dataset`. Rows are read from
+the Arrow files of the cache, and images are not decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from roll_core.data.rows import HUB
+from roll_core.errors import DataError, closest, install_command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import Self
+
+_PARAMETERS = ("split", "revision")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """Parts of a name `hf://OWNER/NAME[/SUBSET][?split=SPLIT&revision=REVISION]`."""
+
+    repo: str
+    subset: str | None = None
+    split: str = "train"
+    """A split, or a part or sum of splits in the notation of `datasets`: `train[:1000]`, `train+test`."""
+    revision: str | None = None
+    """Branch, tag or commit; None for the default branch."""
+
+    @classmethod
+    def parse(cls, name: str) -> Self:
+        """Parse a name that begins with `HUB`. Raises `DataError`."""
+        path, _, query = name.removeprefix(HUB).partition("?")
+        parts = path.strip("/").split("/")
+        if parts[0] == "datasets" or len(parts) not in (2, 3) or not all(parts):
+            example = "/".join(parts[1:4]) if parts[0] == "datasets" and len(parts) > 2 else "openai/gsm8k"
+            raise DataError(f"{name}: expected hf://OWNER/NAME or hf://OWNER/NAME/SUBSET, for example hf://{example}")
+        values = {}
+        for parameter in filter(None, query.split("&")):
+            key, _, value = parameter.partition("=")
+            if key not in _PARAMETERS or not value:
+                close = closest(key, _PARAMETERS)
+                hint = f"did you mean {close}=…?" if close else "expected split=… and revision=…"
+                raise DataError(f"{name}: {parameter!r} is no parameter of a data set; {hint}")
+            values[key] = unquote(value)
+        return cls(repo="/".join(parts[:2]), subset=parts[2] if len(parts) == 3 else None, **values)
+
+
+class HubRows:
+    """Rows of a data set at one commit."""
+
+    def __init__(self, name: str, revision: str | None = None) -> None:
+        """Find the data set `name`, at the commit `revision` if it is given.
+
+        If the Hub cannot be reached, the data set must be in the cache. Raises `DataError`.
+        """
+        self._name, self._source = name, HubName.parse(name)
+        revision = revision or self._source.revision
+        try:
+            import datasets
+        except ImportError as error:
+            raise DataError(f"{name}: data sets of the Hub need {install_command('roll-core[hub]')}") from error
+        try:
+            self._builder: Any = datasets.load_dataset_builder(
+                self._source.repo, self._source.subset, revision=revision
+            )
+        except Exception as error:  # of the library, the network, or a file of the data set
+            raise self._failed(error) from error
+        self.revision = str(self._builder.hash)
+        """Commit of the rows."""
+        if not _COMMIT.fullmatch(self.revision):
+            raise DataError(f"{name}: the directory {self._source.repo} hides the data set of this name: rename it")
+        # Without the Hub, the library reads the latest commit in its cache, whichever was requested.
+        is_cached = type(self._builder).__module__.startswith("datasets.packaged_modules.cache")
+        if is_cached and revision is not None and revision != self.revision:
+            raise DataError(
+                f"{name}: the Hub cannot be reached, and the latest commit in the cache is {self.revision}, not"
+                f" {revision}"
+            )
+
+    def all(self) -> Iterator[Mapping[str, Any]]:
+        """Download the data set, unless the cache has it, and read its rows. Raises `DataError`."""
+        try:
+            self._builder.download_and_prepare()
+            yield from _values(self._builder.as_dataset(split=self._source.split))
+        except Exception as error:  # as above
+            raise self._failed(error) from error
+
+    def first(self) -> Iterator[Mapping[str, Any]]:
+        """Read the rows of the split in order without downloading whole files. A part of a split is read from the
+        beginning of the split. Raises `DataError`."""
+        import datasets
+
+        split = re.split(r"[\[+]", self._source.split)[0]
+        has_torch = datasets.config.TORCH_AVAILABLE
+        try:
+            datasets.config.TORCH_AVAILABLE = False  # torch would be imported for `torch.utils.data.IterableDataset`
+            yield from _values(self._builder.as_streaming_dataset(split=split))
+        except Exception as error:  # as above
+            raise self._failed(error) from error
+        finally:
+            datasets.config.TORCH_AVAILABLE = has_torch
+
+    def _failed(self, error: Exception) -> DataError:
+        lines = [line for line in str(error).splitlines() if line and not line.startswith(("Example", "\t"))]
+        text = " ".join(lines) or type(error).__name__
+        hint = ""
+        if isinstance(error, ConnectionError):
+            hint = (
+                "; roll-core audit reads it into the cache where the Hub can be reached (HF_ENDPOINT, HF_HUB_OFFLINE)"
+            )
+        elif isinstance(error, ValueError):
+            hint = f"; expected {HUB}{self._source.repo}/SUBSET?split=SPLIT"
+        return DataError(f"{self._name}: {text}{hint}")
+
+
+def _values(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    for table in dataset.with_format("arrow").iter(batch_size=1024):
+        yield from table.to_pylist()
