@@ -360,6 +360,19 @@ def test_images_need_a_processor(here):
     assert "tokenizer" in {key for _, _, key in made}
 
 
+def test_videos_need_a_processor_that_reads_them(here):
+    write_vision_model()
+    write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2", "clips": ["a.mp4"]})
+    text = GRPO.replace("file_name: rows.jsonl", "file_name: rows.jsonl, videos: clips")
+    assert "pretrain" not in {key for _, _, key in mistakes(text)}
+    Path("model/preprocessor_config.json").write_text(
+        '{"image_processor_type": "CLIPImageProcessor", "processor_class": "LlavaProcessor"}'
+    )
+    assert (2, 11, "pretrain") in mistakes(text)
+    lacking = text.replace("strategy_name: hf_train", "strategy_name: megatron_train")
+    assert "actor_train.strategy_args.strategy_name" in {key for _, _, key in mistakes(lacking)}
+
+
 @pytest.mark.parametrize("name", ["images", "image", "videos", "audio"])
 def test_columns_of_media_that_no_key_names_are_refused(here, name):
     write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2", name: ["a.png"]})

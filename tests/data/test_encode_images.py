@@ -246,7 +246,7 @@ def test_rows_that_no_model_could_read_are_located_errors(tokenizer, folder, row
         prompts(tokenizer, rows, data)
 
 
-@pytest.mark.parametrize("kind", ["video", "video_url", "input_audio", "audio", "file"])
+@pytest.mark.parametrize("kind", ["input_audio", "audio", "file"])
 def test_parts_of_other_media_are_refused_by_name(tokenizer, folder, kind):
     chat = [{"role": "user", "content": [{"type": kind, kind: "a"}]}]
     rows, data = rows_of(folder, {"messages": chat}, messages="messages")

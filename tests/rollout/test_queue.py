@@ -45,7 +45,7 @@ def test_every_request_is_answered_in_order(routing, max_running):
 def test_images_need_an_engine_that_reads_them():
     async def main():
         picture = replace(request("p"), media=(image_media(Image.new("RGB", (2, 2))),))
-        queue = RequestQueue([engine("0")], images=False)
+        queue = RequestQueue([engine("0")], media=())
         check((await queue.generate([request("t")]))[0], 1)
         with raises_error(UnsupportedError, "p", "images"):
             await queue.generate([picture])

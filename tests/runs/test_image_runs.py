@@ -221,28 +221,38 @@ def test_resumed_runs_with_images_equal_uninterrupted_ones(local_runs, images, p
 
 
 def of_images(runs, **keys):
-    """A run of `rlvr` on rows with one image, two and none."""
+    """A run of `rlvr` on rows with one image, two and none, and with a video."""
     model = tiny_vision(runs.folder / "model", "qwen2_5_vl")
     for i in range(3):
         picture(56, 84 - 28 * i, seed=i).save(runs.folder / f"{i}.png")
+        picture(28, 56, seed=i).save(runs.folder / f"frame {i}.png")
     rows = [
         {"prompt": "<image> how many?", "image": ["0.png"]},
         {"prompt": "<image> or <image>", "image": ["1.png", "2.png"]},
         {"prompt": "no image", "image": []},
-        {"prompt": "again <image>", "image": ["0.png"]},
+        {"prompt": "see <video> and <image>", "image": ["0.png"], "video": [[f"frame {i}.png" for i in (2, 0, 1, 0)]]},
     ]
     (runs.folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = runs.rlvr(max_steps=2, eval_steps=0, prompt_length=64, guards=GUARDS, pretrain=str(model), **keys)
     config.pop("tokenizer", None)
     trained = config["actor_train"]
     trained["model_args"] = {"dtype": "fp32"}
-    trained["data_args"] = {"file_name": str(runs.folder / "images.jsonl"), "images": "image"}
+    trained["data_args"] = {"file_name": str(runs.folder / "images.jsonl"), "images": "image", "videos": "video"}
     return config
 
 
 def test_trainer_and_engine_agree_on_tokens_after_images(local_runs):
-    lines = local_runs.metrics(local_runs.ok(of_images(local_runs)))
+    result = local_runs.ok(of_images(local_runs))
+    lines = local_runs.metrics(result)
     assert all(line["weight_sync/logprob_probe"] < 1e-4 for line in lines)
+    assert all(line["actor/logprob_gap"] < 1e-4 for line in lines)
+    media = {image["digest"]: image for sample in rows_of(result.run_dir.samples) for image in sample.get("images", ())}
+    (video,) = (item for item in media.values() if "frames" in item)
+    assert video["frames"] == {"indices": [0, 1, 2, 3], "num_frames": 4, "fps": 2.0}
+    (restored,) = MediaFolder(result.run_dir.path).get([video])
+    assert [image.tobytes() for image in restored.images()] == [picture(28, 56, seed=i).tobytes() for i in (2, 0, 1, 0)]
+    report = write_report(result.run_dir.path).read_text(encoding="utf-8")
+    assert report.count("data:image/png;base64,") == len(media)  # of the video, its first frame
 
 
 @pytest.mark.slow

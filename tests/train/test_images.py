@@ -25,7 +25,10 @@ from shared_tests.tiny_vision import (
     IDS,
     IMAGE_TOKEN,
     MODEL_TYPES,
+    VIDEO_TOKEN,
+    VIDEO_TYPES,
     picture,
+    qwen_positions,
     tiny_vision,
     transformers_logprobs,
     vision_batch,
@@ -137,6 +140,37 @@ def test_text_alone_gives_the_encoder_gradients_of_zero(trainer, folders, model_
     zero = {name for name, each in strategy.model.named_parameters() if not each.grad.any()}
     assert {part_of(name) for name in zero} == {"vision", "projector"}
     assert strategy.optimizer_step().grad_norm > 0
+
+
+@pytest.mark.parametrize("model_type", VIDEO_TYPES)
+def test_positions_are_those_of_the_model(trainer, folders, model_type):
+    """transformers 5.24 lets text after a video of Qwen2.5-VL begin at positions that the video has already."""
+    strategy, sequences = trainer(model_type), vision_batch(folders[model_type])
+    reader = strategy.task_model.images
+    for sequence in (sequence for sequence in sequences if sequence.media):
+        tokens = torch.from_numpy(sequence.tokens)
+        found = reader.read(tokens, [len(tokens)], [sequence.media], [sequence.id]).positions_AT
+        assert torch.equal(found, qwen_positions(sequence, folders[model_type])), sequence.id
+        arrays = {}
+        for kind in ("image", "video"):
+            arrays |= reader.processor.inputs([media for media in sequence.media if media.kind == kind])
+        types = (tokens == IDS[IMAGE_TOKEN]).long() + 2 * (tokens == IDS[VIDEO_TOKEN]).long()
+        grids = {name: torch.from_numpy(array) for name, array in arrays.items() if "pixel" not in name}
+        model = strategy.model.model.get_rope_index(input_ids=tokens[None], mm_token_type_ids=types[None], **grids)
+        expected, end = model[0][:, 0], len(tokens)
+        if model_type == "qwen2_5_vl" and any(media.frames for media in sequence.media):
+            end = int((types == 2).nonzero()[0]) + 2  # the first tokens of the first video
+        assert torch.equal(found[:, :end], expected[:, :end]), sequence.id
+
+
+@pytest.mark.parametrize("model_type", VIDEO_TYPES)
+def test_images_and_videos_are_encoded_together(trainer, folders, model_type):
+    """Ranks of FSDP gather the encoder's parameters as often as any of them runs it."""
+    strategy = trainer(model_type)
+    runs = []
+    strategy.model.model.visual.register_forward_hook(lambda *_: runs.append(1))
+    logprobs(strategy, vision_batch(folders[model_type]))
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

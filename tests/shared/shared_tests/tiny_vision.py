@@ -1,14 +1,18 @@
-"""Tiny models with images and random weights, as complete directories, without downloads."""
+"""Tiny models with images and videos and random weights, as complete directories, without downloads."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
 from roll_core.data.media import image_media
 from roll_core.data.processor import processor_of
+from roll_core.data.rows import RowVideo
+from roll_core.data.video import load_video
+from roll_core.spec.config import DataArguments
 from roll_core.spec.rollout import IMAGE
-from roll_core.types import TrainSequence
+from roll_core.types import Media, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")
 """Model types that `tiny_vision` writes."""
+VIDEO_TYPES = ("qwen2_5_vl", "qwen3_vl")
+"""Those of them that read videos."""
 
 END, PADDING, TURN, TURN_END, IMAGE_START, IMAGE_END, IMAGE_TOKEN, VIDEO_TOKEN = (
     "</s>",
@@ -39,7 +45,8 @@ VOCABULARY = 256 + len(SPECIAL) + len(NEWLINES)
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER{% else %}{{ part.text }}{% endif %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -250,8 +257,19 @@ def picture(width: int, height: int, seed: int = 0, *, black: bool = False) -> A
     return Image.fromarray(pixels)
 
 
+def tiny_video(folder: Path, *frames: Any, fps: float = 2.0) -> Media:
+    """A video with all of these images of Pillow as frames, for the model in `folder`."""
+    from transformers import AutoTokenizer
+
+    processor = processor_of(AutoTokenizer.from_pretrained(folder))
+    assert processor is not None
+    assert processor.video_processor is not None
+    video = RowVideo([image_media(frame) for frame in frames], fps)
+    return load_video(video, "row", DataArguments(videos="videos"), folder, processor.video_processor)
+
+
 def vision_sequence(folder: Path, prompt: str, response: str, *images: Any, id: str = "row") -> TrainSequence:
-    """A row whose prompt has an `IMAGE` for each of the images of Pillow; its response is trained."""
+    """A row whose prompt has an `IMAGE` for each of the images of Pillow and videos; its response is trained."""
     import numpy as np
     from transformers import AutoTokenizer
 
@@ -259,17 +277,21 @@ def vision_sequence(folder: Path, prompt: str, response: str, *images: Any, id: 
     processor = processor_of(tokenizer)
     assert processor is not None
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    media = tuple(image_media(image) for image in images)
-    text = processor.expand(prompt.replace(IMAGE, _PLACEHOLDERS[model_type]), media)
+    media = tuple(image if isinstance(image, Media) else image_media(image) for image in images)
+    for item in media:
+        placeholder = _PLACEHOLDERS[model_type]
+        prompt = prompt.replace(IMAGE, placeholder.replace(IMAGE_TOKEN, VIDEO_TOKEN) if item.frames else placeholder, 1)
+    text = processor.expand(prompt, media)
     prompt_ids, response_ids = (tokenizer.encode(part, add_special_tokens=False) for part in (text, response))
     tokens = np.array([*prompt_ids, *response_ids])
     return TrainSequence(id=id, tokens=tokens, media=media, loss_mask=np.arange(len(tokens)) >= max(1, len(prompt_ids)))
 
 
 def vision_batch(folder: Path) -> list[TrainSequence]:
-    """Rows of text, of one and two images of different sizes, and of images side by side; one token is a row."""
+    """Rows of text, of one and two images of different sizes, and of images side by side; one token is a row. With
+    videos for models that read them."""
     first, second, third = picture(56, 84), picture(28, 28, 1), picture(64, 96, 2)
-    return [
+    rows = [
         vision_sequence(folder, "no image", "ab", id="text"),
         vision_sequence(folder, f"one{IMAGE}!", "cde", first, id="one"),
         vision_sequence(folder, f"a{IMAGE}b{IMAGE}", "f", second, third, id="two"),
@@ -277,6 +299,48 @@ def vision_batch(folder: Path) -> list[TrainSequence]:
         vision_sequence(folder, f"{IMAGE}{IMAGE}", "hijk", third, first, id="adjacent"),
         vision_sequence(folder, "", "lm", id="short"),
     ]
+    if json.loads((folder / "config.json").read_text())["model_type"] not in VIDEO_TYPES:
+        return rows
+    long = tiny_video(folder, *(picture(70, 98, seed) for seed in range(6)))
+    short = tiny_video(folder, *(picture(56, 56, seed) for seed in range(2)), fps=0.7)
+    return [
+        *rows,
+        vision_sequence(folder, f"see{IMAGE}so", "nop", long, id="video"),
+        vision_sequence(folder, f"{IMAGE}a{IMAGE}b{IMAGE}c", "qr", short, first, long, id="all"),
+    ]
+
+
+def qwen_positions(sequence: TrainSequence, folder: Path) -> Tensor:
+    """Positions `[3, L]` by the rule of Qwen2-VL (arXiv:2409.12191 §2.1) and its successors, with a token at a time.
+
+    Text continues behind the largest position before it. Frames of Qwen2.5-VL have their time as the first position.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    config = json.loads((folder / "config.json").read_text())
+    processor = processor_of(AutoTokenizer.from_pretrained(folder))
+    assert processor is not None
+    grids: list[tuple[int, int, int, float]] = []
+    for media in sequence.media:
+        arrays = processor.inputs([media])
+        t, h, w = arrays["image_grid_thw" if media.frames is None else "video_grid_thw"][0].tolist()
+        if media.frames is not None and config["model_type"] == "qwen3_vl":  # the text has the times
+            grids += [(1, h, w, 0.0)] * t
+        else:
+            seconds = float(arrays["second_per_grid_ts"][0]) if media.frames is not None else 0.0
+            grids.append((t, h, w, seconds * config["vision_config"].get("tokens_per_second", 4)))
+    positions: list[tuple[int, int, int]] = []
+    tokens, start, index = sequence.tokens.tolist(), 0, 0
+    while index < len(tokens):
+        if tokens[index] in (IDS[IMAGE_TOKEN], IDS[VIDEO_TOKEN]):
+            t, h, w, speed = grids.pop(0)
+            cells = itertools.product(range(t), range(h // 2), range(w // 2))
+            positions += [(start + int(i * speed), start + j, start + k) for i, j, k in cells]
+        else:
+            positions.append((start, start, start))
+        start, index = max(map(max, positions)) + 1, len(positions)
+    return torch.tensor(positions).T
 
 
 def transformers_logprobs(
@@ -306,11 +370,13 @@ def transformers_logits(folder: Path, sequence: TrainSequence, model: Any = None
     processor = processor_of(AutoTokenizer.from_pretrained(folder))
     assert processor is not None
     tokens = torch.from_numpy(sequence.tokens)[None]
-    types = (tokens == IDS[IMAGE_TOKEN]).long()
-    inputs = {name: torch.from_numpy(array) for name, array in processor.inputs(sequence.media).items()}
-    if sequence.media and model.config.model_type in ("qwen2_5_vl", "qwen3_vl"):
-        inputs["mm_token_type_ids"] = types
+    inputs: dict[str, Tensor] = {}
+    for kind in ("image", "video"):
+        arrays = processor.inputs([media for media in sequence.media if media.kind == kind])
+        inputs |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if sequence.media and model.config.model_type in VIDEO_TYPES:
+        inputs["position_ids"] = qwen_positions(sequence, folder)[:, None]
     if sequence.media and model.config.model_type == "gemma3":
-        inputs["token_type_ids"] = types
+        inputs["token_type_ids"] = (tokens == IDS[IMAGE_TOKEN]).long()
     logits: Tensor = model(input_ids=tokens, use_cache=False, **inputs).logits[0]
     return logits

@@ -39,21 +39,36 @@ type, uint8 up to 256 experts. The K experts of a token and layer are a set; the
 FinishReason = Literal["stop", "length", "abort"]
 
 
-# -- images ------------------------------------------------------------------------------------------------------------
+# -- images and videos -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledFrames:
+    """Which frames of a video were sampled."""
+
+    indices: tuple[int, ...]
+    """Indices of the sampled frames in the video, counted from 0. A frame may repeat."""
+    num_frames: int
+    """Number of frames of the video."""
+    fps: float
+    """Frames per second of the video."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:
-    """An image that belongs to tokens of a sequence, as the bytes of a file.
+    """An image or a video that belongs to tokens of a sequence, as the bytes of a file.
 
-    Samples of a group share one object, and what is sent together to another process has one copy of its bytes.
+    The file of a video is a TIFF with the sampled frames as pages and with `frames` as its description. Samples of a
+    group share one object, and what is sent together to another process has one copy of its bytes.
     """
 
     digest: str
-    """BLAKE2 of the bytes. Equal digests are equal images: caches are keyed by it."""
+    """BLAKE2 of the bytes. Equal digests are equal images or videos: caches are keyed by it."""
     width: int
     """Number of pixels of a row."""
     height: int
+    frames: SampledFrames | None = None
+    """Sampled frames of a video; None for an image."""
     path: str = ""
     """File with the bytes; empty if `data` has them. Another process gets the bytes, not the path."""
     data: bytes = field(default=b"", repr=False, compare=False)
@@ -65,31 +80,42 @@ class Media:
         try:
             data = Path(self.path).read_bytes()
         except OSError as error:
-            raise DataError(f"image {self.path} cannot be read any more: {error}") from error
+            raise DataError(f"{self.kind} {self.path} cannot be read any more: {error}") from error
         if media_digest(data) != self.digest:
-            raise DataError(f"image {self.path} has changed since the run read its rows")
+            raise DataError(f"{self.kind} {self.path} has changed since the run read its rows")
         return data
 
-    def image(self) -> Image.Image:
-        """The image, decoded to RGB. Raises `DataError`."""
-        from PIL import Image
+    @property
+    def kind(self) -> Literal["image", "video"]:
+        """`image` or `video`."""
+        return "image" if self.frames is None else "video"
 
-        return Image.open(io.BytesIO(self.read())).convert("RGB")
+    def image(self) -> Image.Image:
+        """The image, or the first frame of a video, decoded to RGB. Raises `DataError`."""
+        return self.images()[0]
+
+    def images(self) -> list[Image.Image]:
+        """The image, or the sampled frames of a video, decoded to RGB. Raises `DataError`."""
+        from PIL import Image, ImageSequence
+
+        file = Image.open(io.BytesIO(self.read()))
+        pages = [file] if self.frames is None else ImageSequence.Iterator(file)
+        return [page.convert("RGB") for page in pages]
 
     def in_memory(self) -> Media:
-        """The image with its bytes, for another process. Raises `DataError` as `read`."""
+        """The image or video with its bytes, for another process. Raises `DataError` as `read`."""
         return replace(self, path="", data=self.read())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _sent_media, (self.digest, self.width, self.height, self.read())
+        return _sent_media, (self.digest, self.width, self.height, self.frames, self.read())
 
 
-def _sent_media(digest: str, width: int, height: int, data: bytes) -> Media:
-    return Media(digest=digest, width=width, height=height, data=data)
+def _sent_media(digest: str, width: int, height: int, frames: SampledFrames | None, data: bytes) -> Media:
+    return Media(digest=digest, width=width, height=height, frames=frames, data=data)
 
 
 def media_digest(data: bytes) -> str:
-    """Digest of an image's bytes (`Media.digest`)."""
+    """Digest of the bytes of an image or video (`Media.digest`)."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

@@ -274,8 +274,8 @@ class ModuleRunner(Runner):
         assert reader is not None  # noqa: S101 - otherwise requests with images are refused
         images = reader.read(tokens_NL.flatten().cpu(), [length] * num, media_N, [f"row {i}" for i in range(num)])
         assert images is not None  # noqa: S101 - a row has some
-        inputs: dict[str, Any] = dict(reader.types(images.is_image_T.view(num, length)))
-        inputs["mm_encoder_outputs"] = {"image": reader.features(images)}
+        inputs: dict[str, Any] = dict(reader.types(images.types_T.view(num, length)))
+        inputs["mm_encoder_outputs"] = reader.features(images)
         if images.positions_AT is not None:
             positions_ANL = images.positions_AT.view(-1, num, length)
             inputs["position_ids"] = positions_ANL

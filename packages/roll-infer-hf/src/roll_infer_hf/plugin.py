@@ -17,6 +17,7 @@ CAPABILITIES = InferCapabilities(
     prompt_logprobs=True,
     prompt_topk=True,
     images=True,
+    videos=True,
     routed_experts=True,
     free_seeds=True,
     in_flight_update=True,

@@ -202,7 +202,7 @@ class Backbone:
         """Argument of the model with the features of images."""
         if images is None or self.images is None:
             return {}
-        return {"mm_encoder_outputs": {"image": self.images.features(images)}}
+        return {"mm_encoder_outputs": self.images.features(images)}
 
     def _as_seen(self, routed_experts_TMK: Tensor, lengths: Sequence[int]) -> Tensor:
         """Routed experts in the order in which the routers receive the tokens.
@@ -243,8 +243,8 @@ class Backbone:
         mask_SL = torch.zeros_like(tokens_SL).index_fill(0, places_T, 1)
         more = self._features(images)
         if images is not None and self.images is not None:
-            is_image_SL = torch.zeros_like(mask_SL).index_copy(0, places_T, images.is_image_T.to(mask_SL.dtype))
-            more |= self.images.types(is_image_SL.view(shape))
+            types_SL = torch.zeros_like(mask_SL).index_copy(0, places_T, images.types_T)
+            more |= self.images.types(types_SL.view(shape))
             if (positions_AT := images.positions_AT) is not None:
                 rows_AL = positions_AT.new_zeros(len(positions_AT), len(mask_SL)).index_copy(1, places_T, positions_AT)
                 more["position_ids"] = rows_AL.view(-1, *shape)
@@ -365,7 +365,7 @@ class Backbone:
         rows: list[Tensor] = []
         for tokens_L, media in zip(torch.split(tokens_T, list(lengths)), media_S, strict=True):
             read = images.read(tokens_L.cpu(), (len(tokens_L),), (media,), ("probe",))
-            more = {} if read is None else {**images.inputs(read), **images.types(read.is_image_T[None])}
+            more = {} if read is None else {**images.inputs(read), **images.types(read.types_T[None])}
             rows.append(self.module(input_ids=tokens_L[None], use_cache=False, **more)[0][0])
         return torch.cat(rows)
 

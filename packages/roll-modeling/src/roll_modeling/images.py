@@ -1,4 +1,4 @@
-"""Images of a microbatch: inputs of the model's image encoder, and the places and positions of their tokens.
+"""Images and videos of a microbatch: inputs of the model's image encoder, and the places and positions of their tokens.
 
     Media ── processor ──► pixels, grids ── encoder, projector ──► features, which replace embeddings of image tokens
     tokens, grids ── get_rope_index, one sequence at a time ──► positions of models whose positions have several axes
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from roll_core.data.media import image_media
-from roll_core.data.processor import loaded_processor, processor_of
+from roll_core.data.processor import SECONDS, loaded_processor, processor_of
 from roll_core.errors import DataError, ModelError, UnsupportedError
 from roll_core.spec.module_program import move_tensors
 from roll_modeling.model import body_of, image_parts, load_tokenizer
@@ -34,25 +34,31 @@ if TYPE_CHECKING:
     from roll_core.types import Media
 
 TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments with 1 at the tokens of images, which a model's `forward` may have."""
+"""Arguments with 1 at the tokens of images and 2 at those of videos, which a model's `forward` may have."""
+VIDEO_ARRAYS = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
+"""Arrays of videos, and those of images that the encoder reads in the same way."""
+POSITION_ARRAYS = ("image_grid_thw", "video_grid_thw", SECONDS)
+"""Arrays that determine positions."""
 PROBE_SIZE = 48, 80
 """Width and height of the image with which a model is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Images:
-    """Images of one microbatch, on the model's device."""
+    """Images and videos of one microbatch, on the model's device."""
 
     arrays: Mapping[str, Tensor]
-    """Inputs of the image encoder."""
-    is_image_T: Tensor
-    """bool, True for tokens whose embeddings are features of images."""
+    """Inputs of the image encoder: of all images, then of all videos, so that it runs once."""
+    num_images: int
+    types_T: Tensor
+    """int64, 1 for tokens whose embeddings are features of images, 2 for those of videos, and 0 for text."""
     positions_AT: Tensor | None
     """int64, positions on each axis; None for models with one axis."""
     blocks: tuple[Tensor | None, ...]
-    """For each sequence int64 `[L]`: number of the image of each token, -1 for text; None for a sequence without."""
+    """For each sequence int64 `[L]`: number of the image (of videos: of the frames without text in between) of each
+    token, -1 for text; None for a sequence without."""
     starts_with_image: bool
-    """True if token 0 belongs to an image."""
+    """True if token 0 belongs to an image or a video."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,17 +100,15 @@ class ImageReader:
     ) -> Images | None:
         """Images of the sequences whose tokens, in host memory, are `tokens_T`; None without any.
 
-        Raises `DataError` for a sequence whose image tokens are not as many as the features of its images, and
+        Raises `DataError` for a sequence whose tokens of images or videos are not as many as the features of these, and
         `UnsupportedError` for a model that cannot read images.
         """
-        is_image_T = tokens_T == self.processor.image_token_id
         media_S = media_S or ((),) * len(lengths)
-        for id, is_image_L, media in zip(ids, torch.split(is_image_T, list(lengths)), media_S, strict=True):
-            num_tokens, num_features = int(is_image_L.sum()), sum(map(self.processor.num_features, media))
-            if num_tokens != num_features:
+        for id, tokens_L, media in zip(ids, torch.split(tokens_T, list(lengths)), media_S, strict=True):
+            if surplus := self.processor.surplus(tokens_L, media):
                 raise DataError(
-                    f"sequence {id}: {num_tokens} image tokens for {num_features} features of {len(media)} images; a"
-                    " response must not contain image tokens, and truncation must not cut through an image"
+                    f"sequence {id}: {surplus}; a response must not contain such tokens, and truncation must not cut"
+                    " through an image or a video"
                 )
         if not any(media_S):
             return None
@@ -115,29 +119,42 @@ class ImageReader:
     def _read(
         self, tokens_T: Tensor, lengths: Sequence[int], media_S: Sequence[tuple[Media, ...]], ids: Sequence[str]
     ) -> Images:
-        is_image_T = tokens_T == self.processor.image_token_id
+        types_T = (tokens_T == self.processor.image_token_id).to(torch.int64)
+        types_T = types_T.masked_fill(tokens_T == self.processor.video_token_id, 2)
         every = [media for sequence in media_S for media in sequence]
-        arrays = {name: torch.from_numpy(array) for name, array in self.processor.inputs(every).items()}
-        blocks = tuple(_blocks(mask_L) for mask_L in torch.split(is_image_T, list(lengths)))
-        positions_AT = self._positions(tokens_T, lengths, media_S, blocks, arrays, ids)
+        images, videos = ([media for media in every if media.kind == kind] for kind in ("image", "video"))
+        arrays, of_videos = (
+            {name: torch.from_numpy(array) for name, array in self.processor.inputs(some).items()}
+            for some in (images, videos)
+        )
+        blocks = tuple(_blocks(types_L > 0) for types_L in torch.split(types_T, list(lengths)))
+        positions_AT = self._positions(tokens_T, types_T, lengths, media_S, blocks, arrays, of_videos, ids)
+        for name, of_images in VIDEO_ARRAYS.items() if videos else ():
+            arrays[of_images] = torch.cat([arrays[of_images], of_videos[name]]) if images else of_videos[name]
         device = next(self._module.parameters()).device
-        named = {**arrays, "is_image_T": is_image_T}
+        named = {**arrays, "types_T": types_T}
         named |= {} if positions_AT is None else {"positions_AT": positions_AT}
         named |= {f"block {index}": block for index, block in enumerate(blocks) if block is not None}
         moved: dict[str, Any] = move_tensors(named, device)
         return Images(
             arrays={name: moved[name] for name in arrays},
-            is_image_T=moved["is_image_T"],
+            num_images=len(images),
+            types_T=moved["types_T"],
             positions_AT=moved.get("positions_AT"),
             blocks=tuple(moved.get(f"block {index}") for index in range(len(blocks))),
-            starts_with_image=bool(is_image_T[0]),
+            starts_with_image=bool(types_T[0]),
         )
 
-    def features(self, images: Images) -> Any:
-        """Output of encoder and projector, an argument `mm_encoder_outputs` of the model; without gradients if both are
-        frozen."""
+    def features(self, images: Images) -> dict[str, Any]:
+        """Outputs of encoder and projector by kind, the argument `mm_encoder_outputs` of the model; without gradients
+        if both are frozen."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
-            return self._module.get_image_features(**self.inputs(images), return_dict=True)
+            outputs = self._module.get_image_features(**self.inputs(images), return_dict=True)
+        num = images.num_images
+        if num == len(outputs.pooler_output):
+            return {"image": outputs}
+        parts = {"image": slice(num), "video": slice(num, None)}
+        return {kind: _part(outputs, part) for kind, part in parts.items() if num or kind == "video"}
 
     def inputs(self, images: Images) -> dict[str, Tensor]:
         """Inputs of the encoder that the model has, in the encoder's dtype."""
@@ -154,13 +171,13 @@ class ImageReader:
 
         A microbatch without images adds it where other ranks wait for this one, or expect gradients.
         """
-        outputs = self.features(self.probe.images)
+        outputs = self.features(self.probe.images)["image"]
         named = [getattr(outputs, name, None) for name in ("pooler_output", "deepstack_features")]
         return torch.stack([tensor.flatten()[:0].sum() for tensor in _tensors(named)]).sum()
 
-    def types(self, is_image: Tensor) -> dict[str, Tensor]:
+    def types(self, types: Tensor) -> dict[str, Tensor]:
         """Arguments of `TYPES` that the model has."""
-        return {name: is_image.to(torch.int64) for name in TYPES if name in self._arguments}
+        return {name: types for name in TYPES if name in self._arguments}
 
     @property
     def has_blocks(self) -> bool:
@@ -186,32 +203,64 @@ class ImageReader:
     def _positions(
         self,
         tokens_T: Tensor,
+        types_T: Tensor,
         lengths: Sequence[int],
         media_S: Sequence[tuple[Media, ...]],
         blocks: Sequence[Tensor | None],
         arrays: Mapping[str, Tensor],
+        of_videos: Mapping[str, Tensor],
         ids: Sequence[str],
     ) -> Tensor | None:
         get_rope_index: Any = getattr(self._module, "get_rope_index", None)
         if get_rope_index is None:
             return None
-        grids_S = torch.split(arrays["image_grid_thw"], [len(media) for media in media_S])
+        sizes = list(lengths)
+        split = {
+            name: torch.split(array, [sum(media.kind == kind for media in sequence) for sequence in media_S])
+            for kind, named in (("image", arrays), ("video", of_videos))
+            for name, array in named.items()
+            if name in POSITION_ARRAYS
+        }
         parts: list[Tensor] = []
-        every = zip(ids, torch.split(tokens_T, list(lengths)), grids_S, blocks, strict=True)
-        for id, tokens_L, grids, block_L in every:
+        every = zip(ids, torch.split(tokens_T, sizes), torch.split(types_T, sizes), media_S, blocks, strict=True)
+        for index, (id, tokens_L, types_L, media, block_L) in enumerate(every):
             if block_L is None:
                 parts.append(torch.arange(len(tokens_L)).expand(3, -1))
                 continue
-            if int(block_L.max()) + 1 != len(grids):
+            if int(block_L.max()) + 1 != sum(map(self.processor.num_runs, media)):
                 raise DataError(
                     f"sequence {id}: images are not separated by other tokens, as the model's template does"
                 )
-            types = (block_L >= 0).to(torch.int64)[None]
+            grids = {name: array_S[index] for name, array_S in split.items() if len(array_S[index])}
             positions_A1L, _ = get_rope_index(
-                input_ids=tokens_L[None], mm_token_type_ids=types, image_grid_thw=grids, attention_mask=None
+                input_ids=tokens_L[None], mm_token_type_ids=types_L[None], attention_mask=None, **grids
             )
-            parts.append(positions_A1L[:, 0])
+            parts.append(_continued(positions_A1L[:, 0], types_L))
         return torch.cat(parts, dim=1)
+
+
+def _part(outputs: Any, part: slice) -> Any:
+    """Outputs of `get_image_features` for some of the images."""
+    parts = {"pooler_output": outputs.pooler_output[part]}
+    if (deepstack := getattr(outputs, "deepstack_features", None)) is not None:
+        parts["deepstack_features"] = [features[part] for features in deepstack]
+    return type(outputs)(**parts)
+
+
+def _continued(positions_AL: Tensor, types_L: Tensor) -> Tensor:
+    """Positions in which the text after a video begins behind the largest position of the video, on any axis.
+
+    So do Qwen's models: "the text start position_ids as the max vision position_ids plus 1" (transformers' pull request
+    35569, vLLM). transformers 5.24 continues behind height and width alone, so that times of Qwen2.5-VL would recur.
+    """
+    kinds, sizes = torch.unique_consecutive(types_L, return_counts=True)
+    parts: list[Tensor] = []
+    shift, end = 0, 0
+    for kind, part_AL in zip(kinds.tolist(), torch.split(positions_AL, sizes.tolist(), dim=1), strict=True):
+        shift += max(0, end - int(part_AL.min()) - shift)
+        parts.append(part_AL + shift)
+        end = int(parts[-1].max()) + 1 if kind == 2 else 0
+    return torch.cat(parts, dim=1)
 
 
 def image_reader(model: PreTrainedModel, spec: ModelSpec) -> ImageReader | None:

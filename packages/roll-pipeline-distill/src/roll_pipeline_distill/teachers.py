@@ -179,18 +179,21 @@ class Teachers:
         return replace(_bare(sequence), tokens=tokens, media=media, loss_mask=mask, gather_ids=ids)
 
     def _prompt(self, source: Source, media: tuple[Media, ...]) -> tuple[TokenIds, tuple[Media, ...]]:
-        """The teacher's prompt, which has the images `media` of the student's prompt, if any."""
+        """The teacher's prompt, which has the images and videos `media` of the student's prompt, if any."""
         column = self.config.teacher_prompt
         if self.encoder is None or column is None:
             raise AssertionError("the teacher has the student's prompt")
         value = source.values.get(column)
         if not value:
             raise DataError(f"{source.where}: column {column!r} (teacher_prompt) is missing or empty")
-        keys = {"messages": column} if isinstance(value, list) else {"messages": None, "prompt": column}
+        keys: dict[str, str | None] = (
+            {"messages": column} if isinstance(value, list) else {"messages": None, "prompt": column}
+        )
         values = dict(source.values)
-        if media:
-            images = self.data.images or "images"
-            keys["images"], values[images] = images, list(media)
+        for kind, named in (("image", self.data.images), ("video", self.data.videos)):
+            if some := [item for item in media if item.kind == kind]:
+                name = named or f"{kind}s"
+                keys[f"{kind}s"], values[name] = name, some
         data = self.data.model_copy(update=keys)
         row = Row(id="", tag=source.tag, where=source.where, values=Columns(values))
         rows = Rows([(source.where, [values])], data)

@@ -28,6 +28,7 @@ CAPABILITIES = TrainCapabilities(
     module_programs=True,
     router_replay=True,
     images=True,
+    videos=True,
     portable_state=True,
     any_world_size=True,
     weight_transports=("cuda_ipc", "shm", "collective", "disk"),

@@ -36,6 +36,7 @@ CAPABILITIES = TrainCapabilities(
     module_programs=True,
     router_replay=True,
     images=True,
+    videos=True,
     portable_state=True,
     any_world_size=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),

@@ -37,6 +37,7 @@ HF_TRAIN = TrainProvider(
         any_world_size=True,
         router_replay=True,
         images=True,
+        videos=True,
         weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
     ),
 )

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from roll_core.data.rows import Row, Rows
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RunConfig
-    from roll_core.types import Media, TokenIds
+    from roll_core.types import Media, SampledFrames, TokenIds
     from roll_tools.data_audit import ReadRows
 
 
@@ -186,12 +186,20 @@ def masked_rows(
 
 
 def _shown_images(tokens: TokenIds, encoder: Encoder, media: Sequence[Media]) -> Iterator[str]:
-    """One line for each image of a row: its size, its tokens and their positions."""
+    """One line for each image and video of a row: its size, its tokens and their positions."""
     for image, positions in zip(media, encoder.places_of(tokens, media), strict=True):
+        frames = f", {_shown_frames(image.frames)}" if image.frames is not None else ""
         yield (
-            f"image {image.width} x {image.height} {image.digest[:8]}: {len(positions)} tokens at {positions.start} to"
-            f" {positions.stop - 1}, not trained"
+            f"{image.kind} {image.width} x {image.height}{frames} {image.digest[:8]}: {len(positions)} tokens at"
+            f" {positions.start} to {positions.stop - 1}, not trained"
         )
+
+
+def _shown_frames(frames: SampledFrames) -> str:
+    """Which frames of a video are read, at most six of them."""
+    first, last = frames.indices[:5], frames.indices[-1]
+    shown = ", ".join(map(str, first)) + (f", … {last}" if last != first[-1] else "")
+    return f"{len(frames.indices)} of {frames.num_frames} frames ({shown}) at {frames.fps:g} per second"
 
 
 def audit_data(

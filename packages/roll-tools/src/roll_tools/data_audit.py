@@ -148,7 +148,8 @@ def audit_rows(
     long: Counter[str] = Counter()
     counts = Counts()
     image_tokens: list[int] = []
-    without_response = num_images = 0
+    num_media: Counter[str] = Counter()
+    without_response = 0
     ends = {*trained_end_ids(tokenizer), *model_ends}
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for row in rows:
@@ -190,7 +191,7 @@ def audit_rows(
         images = media_of(messages)
         if images:
             image_tokens.append(int(encoder.is_media(tokens).sum()))
-            num_images += len(images)
+            num_media.update(f"{image.kind}s" for image in images)
         unknown += [(row, message["role"]) for message in messages if message["role"] not in ROLES][:1]
         prompts.append(num_prompt)
         long["prompt"] += num_prompt > prompt_length
@@ -213,7 +214,8 @@ def audit_rows(
         yield finding(
             "images",
             "ok",
-            f"{num_images} images in {len(image_tokens)}{part} rows: {_percentiles(image_tokens)} tokens in a row",
+            f"{' and '.join(f'{num} {kind}' for kind, num in num_media.items())} in {len(image_tokens)}{part} rows:"
+            f" {_percentiles(image_tokens)} tokens in a row",
         )
     if num_dropped:
         yield finding(
@@ -221,7 +223,7 @@ def audit_rows(
             "warning",
             f"{num_dropped}{part} rows are dropped: broken_images {counts.broken_images}, oversized_images"
             f" {counts.oversized_images}",
-            "see data_args.broken_images, oversized_images and max_images",
+            "see data_args.broken_images, oversized_images, max_images and max_videos",
         )
     if untrained:
         status = f"{len(untrained)}{part} rows have no token to train on, for example {untrained[0].where}: they are"

@@ -118,7 +118,8 @@ def _thumbnails(folder: Path, samples: Sequence[Mapping[str, Any]]) -> dict[str,
         for digest in list(dict.fromkeys(shown))[:_MOST_THUMBNAILS]:
             file = io.BytesIO()
             with contextlib.suppress(OSError, ValueError, SyntaxError):
-                image = Image.open(folder / digest).convert("RGB")
+                with Image.open(folder / digest) as opened:  # the first frame of a video
+                    image = opened.convert("RGB")
                 image.thumbnail((_THUMBNAIL, _THUMBNAIL))
                 image.save(file, format="PNG")
                 thumbnails[digest] = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"

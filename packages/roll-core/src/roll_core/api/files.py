@@ -23,7 +23,7 @@ from roll_core.data.rows import (
     are_chats,
     file_names,
     first_rows,
-    has_images,
+    has_media,
     is_hub_name,
     messages_of,
     need_column,
@@ -42,7 +42,7 @@ from roll_core.spec.config import (
 )
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 from roll_core.spec.providers import InferProvider, TrainProvider
-from roll_core.spec.rollout import IMAGE
+from roll_core.spec.rollout import IMAGE, MEDIA_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from roll_core.data.rows import Row
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RunConfig
+    from roll_core.spec.rollout import MediaKind
 
 FIRST_ROWS = 100
 """Number of rows that are checked in each data file."""
@@ -85,8 +86,9 @@ class FileCheck:
         rows: dict[KeyPath, list[Rows]] = {}
         for path, arguments in _data_arguments(schema, data):
             findings += self._rows(path, arguments, schema, data, rows)
-        if where := _place_of_images(schema, data, rows):
-            findings += self._images(where, schema, data, registry)
+        for kind in MEDIA_KINDS:
+            if where := _place_of_media(kind, schema, data, rows):
+                findings += self._media(kind, where, schema, data, registry)
         findings += self._rewards(schema, data, rows)
         output, name = (data.get(key, schema.model_fields[key].default) for key in ("output_dir", "exp_name"))
         if isinstance(output, str) and isinstance(name, str):
@@ -255,11 +257,12 @@ class FileCheck:
 
         return count
 
-    def _images(
-        self, where: str, schema: type[RunConfig], data: Mapping[Any, Any], registry: Registry
+    def _media(
+        self, kind: MediaKind, where: str, schema: type[RunConfig], data: Mapping[Any, Any], registry: Registry
     ) -> Iterator[Finding]:
-        """Yield a mistake for each role that cannot read the images of rows, and for a model without a processor."""
-        from roll_core.data.processor import has_processor
+        """Yield a mistake for each role that cannot read the images or videos of rows, and for a model without a
+        processor."""
+        from roll_core.data.processor import has_processor, reads_videos
 
         roles: dict[KeyPath, tuple[str, Any, Any]] = {}
         policy = data.get(schema.policy_role)
@@ -271,41 +274,45 @@ class FileCheck:
             strategy = reward.strategy_args
             strategy_args = None if strategy is None else strategy.model_dump()
             roles[path] = reward.kind, strategy_args, reward.model_args.model_dump()
-        for path, (kind, arguments, model_args) in roles.items():
+        for path, (role_kind, arguments, model_args) in roles.items():
             name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
             known: Sequence[InferProvider] | Sequence[TrainProvider] = (
-                registry.providers(InferProvider) if kind == "generate" else registry.providers(TrainProvider)
+                registry.providers(InferProvider) if role_kind == "generate" else registry.providers(TrainProvider)
             )
             provider = next((provider for provider in known if provider.name == name), None)
-            if kind == "reward" or provider is None:
+            if role_kind == "reward" or provider is None:
                 continue
-            if provider.capabilities.images:
-                if isinstance(provider, InferProvider):
+            if kind in provider.capabilities.media:
+                if kind == "image" and isinstance(provider, InferProvider):
                     keys = model_keys(model_args, data.get("pretrain"))
                     yield from _unread_images(registry, provider, arguments, keys, path)
                 continue
             able = [
                 other.name
                 for other in known
-                if other.capabilities.images and not (kind == "train" and getattr(other, "forward_only", False))
+                if kind in other.capabilities.media
+                and not (role_kind == "train" and getattr(other, "forward_only", False))
             ]
-            message = f"{name} does not read images, but {where}"
-            hint = f"strategies that read images: {', '.join(able) or 'none'}"
+            message = f"{name} does not read {kind}s, but {where}"
+            hint = f"strategies that read {kind}s: {', '.join(able) or 'none'}"
             yield Finding((*path, "strategy_args", "strategy_name"), message, hint, code="ROLL-C017")
         source = self._tokenizer_source(schema, data)
         if data.get("tokenizer") is not None:
             message = (
                 f"makes a tokenizer, but {where}, which only the processor beside a model's own tokenizer can read"
             )
-            yield Finding(("tokenizer",), message, "remove it, and name a model with images", code="ROLL-C040")
+            yield Finding(("tokenizer",), message, f"remove it, and name a model with {kind}s", code="ROLL-C040")
         elif source is not None and os.path.isdir(source):
             try:
                 lacks = "" if has_processor(source) else "has no processor (preprocessor_config.json): it reads text"
+                if kind == "video" and not lacks and not reads_videos(source):
+                    lacks = "has a processor that reads no videos"
             except ModelError as error:
                 lacks = str(error)
             if lacks:
                 message = f"{where}, but {source} {lacks}"
-                yield Finding(("pretrain",), message, "name a model with images and its processor", code="ROLL-C040")
+                hint = f"name a model with {kind}s and its processor"
+                yield Finding(("pretrain",), message, hint, code="ROLL-C040")
 
     def _rewards(
         self, schema: type[RunConfig], data: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
@@ -378,14 +385,16 @@ def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterato
             continue
 
 
-def _place_of_images(schema: type[RunConfig], values: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]) -> str:
-    """Where the data of a run have images; empty if nowhere."""
+def _place_of_media(
+    kind: MediaKind, schema: type[RunConfig], values: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
+) -> str:
+    """Where the data of a run have images or videos; empty if nowhere."""
     for path, data in _data_arguments(schema, values):
-        if data.images is not None:
-            return f"{'.'.join(path)}.images names a column of images"
+        if getattr(data, f"{kind}s") is not None:
+            return f"{'.'.join(path)}.{kind}s names a column of {kind}s"
         for row in (row for file_rows in rows.get(path, ()) for row in file_rows):
-            if has_images(row, data):
-                return f"{row.where} has an image"
+            if has_media(row, data, kind):
+                return f"{row.where} has {'an image' if kind == 'image' else 'a video'}"
     return ""
 
 

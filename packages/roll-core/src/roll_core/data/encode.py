@@ -15,10 +15,20 @@ import numpy as np
 from roll_core.data.end_tokens import reply_ends
 from roll_core.data.media import OversizedImageError, load_image
 from roll_core.data.processor import loaded_processor, processor_of
-from roll_core.data.rows import Rows, are_chats, has_response, messages_of, stored_messages, text_of, tools_of
+from roll_core.data.rows import (
+    Rows,
+    RowVideo,
+    are_chats,
+    has_response,
+    messages_of,
+    stored_messages,
+    text_of,
+    tools_of,
+)
 from roll_core.data.templates import JinjaTemplate, Segment, Template, load_template, texts_of, trained_replies
-from roll_core.errors import DataError
-from roll_core.types import TrainSequence
+from roll_core.data.video import load_video
+from roll_core.errors import DataError, UnsupportedError
+from roll_core.types import Media, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +40,7 @@ if TYPE_CHECKING:
     from roll_core.data.rows import Message, Row
     from roll_core.spec.config import DataArguments
     from roll_core.spec.rollout import Prompt
-    from roll_core.types import Media, TokenIds
+    from roll_core.types import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +63,9 @@ class Counts:
     empty: int = 0
     """Dropped: no token to train on."""
     broken_images: int = 0
-    """Dropped: an image cannot be read (`broken_images: drop`)."""
+    """Dropped: an image or a video cannot be read (`broken_images: drop`)."""
     oversized_images: int = 0
-    """Dropped: an image is larger than `max_pixels`, or the row has more images than `max_images`."""
+    """Dropped: an image or a video exceeds `max_pixels` or `max_frames`, or the row `max_images` or `max_videos`."""
     without_response: int = 0
     """Dropped: no response, where a response is optional."""
     untrained_replies: int = 0
@@ -81,8 +91,13 @@ class Counts:
 
 
 def media_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
-    """Images of messages in the order of their places."""
+    """Images and videos of messages in the order of their places."""
     return tuple(media for message in messages for media in message.get("media", ()))
+
+
+def _is_video(item: Any) -> bool:
+    """True for a video, which may not have been read."""
+    return bool(getattr(item, "kind", "") == "video")
 
 
 @contextmanager
@@ -134,21 +149,27 @@ class Encoder:
         if self._processor is None:
             if media:
                 processor_of(self.tokenizer)  # raises if the model's processor cannot be loaded
-                raise DataError(f"{where}: the row has images, but the model has no processor for them: it reads text")
+                raise DataError(
+                    f"{where}: the row has {media[0].kind}s, but the model has no processor for them: it reads text"
+                )
             return text
         return self._processor.expand(text, media, where)
 
     def load_images(self, messages: Sequence[Message], where: str, folder: Path) -> list[Message]:
-        """Messages of a row with their images as `Media`. `folder` is that of the row's file. Raises `DataError`."""
-        num_images = sum(len(message.get("media", ())) for message in messages)
-        if not num_images:
+        """Messages of a row with their images and videos as `Media`. `folder` is that of the row's file. Raises
+        `DataError`."""
+        items = [item for message in messages for item in message.get("media", ())]
+        if not items:
             return list(messages)
-        if self._data.max_images is not None and num_images > self._data.max_images:
-            raise OversizedImageError(
-                f"{where}: the row has {num_images} images, but data_args.max_images is {self._data.max_images}"
-            )
+        num_videos = sum(_is_video(item) for item in items)
+        for kind, num, most in (
+            ("image", len(items) - num_videos, self._data.max_images),
+            ("video", num_videos, self._data.max_videos),
+        ):
+            if most is not None and num > most:
+                raise OversizedImageError(f"{where}: the row has {num} {kind}s, but data_args.max_{kind}s is {most}")
         loaded = [
-            {**message, "media": tuple(load_image(image, where, self._data, folder) for image in message["media"])}
+            {**message, "media": tuple(self._load(item, where, folder) for item in message["media"])}
             if message.get("media")
             else message
             for message in messages
@@ -159,22 +180,32 @@ class Encoder:
                     self._processor.tokens_of(image)
         return loaded
 
+    def _load(self, item: Any, where: str, folder: Path) -> Media:
+        if not isinstance(item, RowVideo):
+            return load_image(item, where, self._data, folder)
+        if isinstance(item.value, Media):
+            return item.value
+        processor = processor_of(self.tokenizer)
+        if processor is None or processor.video_processor is None:
+            reads = "text" if processor is None else "text and images"
+            raise UnsupportedError(f"{where}: the row has a video, but the model's processor reads {reads} alone")
+        return load_video(item, where, self._data, folder, processor.video_processor)
+
     def is_media(self, tokens: TokenIds) -> Any:
-        """bool `[L]`, True for tokens of images."""
+        """bool `[L]`, True for tokens of images and videos."""
         ids = () if self._processor is None else self._processor.media_token_ids
         return np.isin(tokens, np.asarray(ids, dtype=np.int64))
 
     def places_of(self, tokens: TokenIds, media: Sequence[Media]) -> list[range]:
-        """Positions from the first to the last token of each image in a sequence."""
+        """Positions from the first to the last token of each image and video in a sequence."""
         if self._processor is None:
             return []
-        image = self._processor.image_token_id
-        positions = np.flatnonzero(tokens == image).tolist()
+        positions = {id: np.flatnonzero(tokens == id).tolist() for id in map(self._processor.token_id, media)}
         places = []
         for item in media:
-            num = self._processor.num_features(item)
-            places.append(range(positions[0], positions[num - 1] + 1))
-            positions = positions[num:]
+            num, id = self._processor.num_features(item), self._processor.token_id(item)
+            places.append(range(positions[id][0], positions[id][num - 1] + 1))
+            positions[id] = positions[id][num:]
         return places
 
     @cached_property
@@ -380,8 +411,8 @@ def encode_prompts(
 
 
 def metadata_of(row: Row, data: DataArguments, messages: Sequence[Message]) -> dict[str, Any]:
-    """Columns of a row for its samples, without those of its images: samples have them as `media`."""
-    with_images = {data.images, data.messages} if media_of(messages) else set()
+    """Columns of a row for its samples, without those of its images and videos: samples have them as `media`."""
+    with_images = {data.images, data.videos, data.messages} if media_of(messages) else set()
     return {name: value for name, value in row.values.items() if name not in with_images}
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from roll_core.data.rows import joined_parts
+from roll_core.data.rows import RowVideo, joined_parts
 from roll_core.errors import DataError, MissingRequirementError
 from roll_core.spec.rollout import IMAGE
 from roll_core.types import Media, media_digest
@@ -44,7 +44,8 @@ _BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 
 
 class OversizedImageError(DataError):
-    """An image has more than `max_pixels` pixels, and `oversized_images` is `drop`."""
+    """An image has more than `max_pixels` pixels or a video more than `max_frames` frames, and `oversized_images` is
+    `drop`."""
 
 
 def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Media:
@@ -60,11 +61,11 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
     path = ""
     if isinstance(value, (bytes, bytearray)):
         raw = bytes(value)
-    elif isinstance(value, str) and (text := _base64_of(value)) is not None:
-        raw = _decoded(text, where)
+    elif isinstance(value, str) and (text := base64_of(value)) is not None:
+        raw = decoded_base64(text, where)
     elif isinstance(value, str) and value:
         try:
-            path = str(_allowed(value, where, data, folder))
+            path = str(allowed_path(value, where, data, folder))
             raw = Path(path).read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a null byte
             reason = getattr(error, "strerror", None) or error
@@ -74,14 +75,15 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
     image, stored = _checked(raw, where, data.max_pixels, data.oversized_images == "drop")
     digest = media_digest(stored)
     if stored is not raw:
-        path = _kept(stored, digest)
+        path = temporary_file(stored, digest, "png")
     return Media(digest=digest, width=image.width, height=image.height, path=path, data=b"" if path else stored)
 
 
 def with_parts(messages: Sequence[Mapping[str, Any]], *, data: bool) -> list[dict[str, Any]]:
-    """Messages in the format of OpenAI's API. A content with images is a list of parts.
+    """Messages in the format of OpenAI's API. A content with images or videos is a list of parts.
 
-    Parts of type image have their image as a data URL (`image_url`) with `data`, and only their place without it.
+    Parts of type image have their image as a data URL (`image_url`) with `data`, and only their place without it. A
+    video is an image for each of its frames with `data`, and a part of type video without it.
     """
     return [_with_parts(message, data) for message in messages]
 
@@ -93,22 +95,25 @@ def _with_parts(message: Mapping[str, Any], data: bool) -> dict[str, Any]:
     first, *texts = message["content"].split(IMAGE)
     parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
     for media, text in zip(message["media"], texts, strict=True):
-        url = {"image_url": {"url": _data_url(media)}}
-        parts += [{"type": "image_url", **url} if data else {"type": "image"}, {"type": "text", "text": text}]
+        urls = _data_urls(media) if data else ()
+        parts += [{"type": "image_url", "image_url": {"url": url}} for url in urls] or [{"type": media.kind}]
+        parts += [{"type": "text", "text": text}]
     return plain | {"content": [part for part in parts if part.get("text", " ")]}
 
 
-def _data_url(media: Media) -> str:
+def _data_urls(media: Media) -> list[str]:
     from PIL import Image
 
-    raw = media.read()
-    kind = Image.open(io.BytesIO(raw)).get_format_mimetype()
-    return f"data:{kind};base64,{base64.b64encode(raw).decode('ascii')}"
+    files = [media.read()] if media.frames is None else [_png(frame) for frame in media.images()]
+    kinds = [Image.open(io.BytesIO(file)).get_format_mimetype() for file in files]
+    return [
+        f"data:{kind};base64,{base64.b64encode(file).decode('ascii')}" for kind, file in zip(kinds, files, strict=True)
+    ]
 
 
 def image_media(image: Image.Image) -> Media:
     """An image in memory, such as an environment's rendering, as RGB."""
-    raw = _png(_rgb(image))
+    raw = _png(in_rgb(image))
     return Media(digest=media_digest(raw), width=image.width, height=image.height, data=raw)
 
 
@@ -125,10 +130,12 @@ def received_image(value: Any) -> Media:
         return value
     if isinstance(value, (bytes, bytearray)):
         return _received(bytes(value))
-    if isinstance(value, str) and (text := _base64_of(value)) is not None:
-        return _received(_decoded(text, "message"))
+    if isinstance(value, str) and (text := base64_of(value)) is not None:
+        return _received(decoded_base64(text, "message"))
+    if isinstance(value, RowVideo):
+        raise DataError("message: videos of environments and agents are not supported: send their frames as images")
     if callable(getattr(value, "convert", None)):
-        return _received(_png(_rgb(value)))
+        return _received(_png(in_rgb(value)))
     raise DataError(
         f"message: an image is {value!r:.60}, expected an image of Pillow, bytes, base64 or a data URL: paths and URLs"
         " are not read"
@@ -169,7 +176,8 @@ def _received(raw: bytes) -> Media:
     return Media(digest=media_digest(stored), width=image.width, height=image.height, data=stored)
 
 
-def _decoded(text: str, where: str) -> bytes:
+def decoded_base64(text: str, where: str) -> bytes:
+    """The bytes of an image or a video. Raises `DataError`."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (ValueError, binascii.Error) as error:
@@ -181,9 +189,9 @@ def _converted() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="roll-images-")
 
 
-def _kept(data: bytes, digest: str) -> str:
-    """Path of a temporary file with a converted image. It exists until the process ends."""
-    path = Path(_converted().name, f"{digest}.png")
+def temporary_file(data: bytes, digest: str, ending: str) -> str:
+    """Path of a temporary file with a converted image or the frames of a video. It exists until the process ends."""
+    path = Path(_converted().name, f"{digest}.{ending}")
     if not path.exists():
         working = path.with_suffix(f".{os.getpid()}")
         working.write_bytes(data)
@@ -191,19 +199,19 @@ def _kept(data: bytes, digest: str) -> str:
     return str(path)
 
 
-def _base64_of(text: str) -> str | None:
+def base64_of(text: str) -> str | None:
     """The base64 of a data URL, of an image or of a text that is too long for a path; None for a path."""
     if text.startswith("data:"):
         return text.partition(",")[2]
     return text if len(text) > 1024 or text.startswith(_BASE64) else None
 
 
-def _allowed(value: str, where: str, data: DataArguments, folder: Path) -> Path:
-    """The path of an image. Raises `DataError` for a URL, and for a path outside of the allowed directories."""
+def allowed_path(value: str, where: str, data: DataArguments, folder: Path, what: str = "image") -> Path:
+    """The path of an image or a video. Raises `DataError` for a URL and for a path outside of allowed directories."""
     scheme, _, rest = value.partition("://")
     if rest and scheme != "file":
         raise DataError(
-            f"{where}: image {value!r:.200} is a URL. Runs do not fetch images, because a server may change them"
+            f"{where}: {what} {value!r:.200} is a URL. Runs do not fetch {what}s, because a server may change them"
             " between epochs: download them, and name the files"
         )
     value = unquote(rest) if rest else value
@@ -212,10 +220,10 @@ def _allowed(value: str, where: str, data: DataArguments, folder: Path) -> Path:
     inside = [path for path in candidates if any(path.is_relative_to(root) for root in roots)]
     if not inside:
         raise DataError(
-            f"{where}: image {value!r} is outside of {', '.join(map(str, roots))}: name its directory in"
+            f"{where}: {what} {value!r} is outside of {', '.join(map(str, roots))}: name its directory in"
             " data_args.image_roots"
         )
-    return next((path for path in inside if path.is_file()), inside[0])
+    return next((path for path in inside if path.exists()), inside[0])
 
 
 def _checked(raw: bytes, where: str, max_pixels: int | None, drop: bool) -> tuple[Image.Image, bytes]:
@@ -237,23 +245,31 @@ def _checked(raw: bytes, where: str, max_pixels: int | None, drop: bool) -> tupl
             image.load()
             rotated = image.getexif().get(ORIENTATION, 1) != 1
             upright = ImageOps.exif_transpose(image) if rotated else image
-            rgb = _rgb(upright)
+            rgb = in_rgb(upright)
     except DataError:
         raise
     except Exception as error:  # decoders raise all kinds of errors for corrupt bytes
         raise DataError(f"{where}: an image of {len(raw)} bytes cannot be decoded: {error}") from error
-    shrunk = rgb
-    if max_pixels is not None and rgb.width * rgb.height > max_pixels:
-        if drop:
-            raise OversizedImageError(f"{where}: an image has {rgb.width} x {rgb.height} pixels, more than max_pixels")
-        scale = math.sqrt(max_pixels / (rgb.width * rgb.height))
-        size = max(1, math.floor(rgb.width * scale)), max(1, math.floor(rgb.height * scale))
-        shrunk = rgb.resize(size, Image.Resampling.BICUBIC)
+    shrunk = reduced(rgb, where, max_pixels, drop)
     same = not rotated and shrunk is rgb and image.mode in ("RGB", "L") and "transparency" not in image.info
     return shrunk, raw if same else _png(shrunk)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def reduced(image: Image.Image, where: str, max_pixels: int | None, drop: bool) -> Image.Image:
+    """The image with at most `max_pixels` pixels. Raises `OversizedImageError` if it has more, and `drop`."""
+    from PIL import Image
+
+    num_pixels = image.width * image.height
+    if max_pixels is None or num_pixels <= max_pixels:
+        return image
+    if drop:
+        raise OversizedImageError(f"{where}: an image has {image.width} x {image.height} pixels, more than max_pixels")
+    scale = math.sqrt(max_pixels / num_pixels)
+    size = max(1, math.floor(image.width * scale)), max(1, math.floor(image.height * scale))
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
     """The image in RGB: transparent pixels on white, 16 bits scaled to 8."""
     from PIL import Image
 

@@ -1,9 +1,9 @@
-"""The processor of a model with images: from images to placeholder text and pixels.
+"""The processor of a model with images and videos: from these to placeholder text and pixels.
 
-It is transformers' own processor of the model, applied to one image at a time:
+It is transformers' own processor of the model, applied to one image or video at a time:
 
     image ──► processor ──┬► text that replaces the image's placeholder: as many image tokens as the model has features
-                          └► arrays for the model: pixel_values, image_grid_thw, …
+    video                 └► arrays for the model: pixel_values, image_grid_thw, …
 
 The text is tokenised with the rest of the prompt, so that prompts with images follow the same rules as those without.
 Trainer, engine and driver load it from the run's tokenizer directory.
@@ -18,6 +18,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.data.video_processor import VIDEO_PROCESSORS
 from roll_core.errors import DataError, ModelError, one_line
 
 if TYPE_CHECKING:
@@ -26,19 +27,24 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from roll_core.types import GenerateRequest, Media
+    from roll_core.data.video_processor import Qwen2VideoProcessor
+    from roll_core.types import GenerateRequest, Media, SampledFrames
 
 log = logging.getLogger(__name__)
 
-FILES = ("preprocessor_config.json", "processor_config.json")
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a processor beside those of its tokenizer."""
 TEXT_OUTPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
+SECONDS = "second_per_grid_ts"
+"""Name of an array of videos: seconds between frames that the model reads together."""
 CACHE_BYTES = 256 << 20
 """Size of the arrays of images that a process keeps for the next pass over the same images."""
+MAX_TEXTS = 4096
+"""Number of texts of images and videos that a process keeps."""
 
 
 class Processor:
-    """Expands placeholders of images, and makes the arrays that the model reads."""
+    """Expands placeholders of images and videos, and makes the arrays that the model reads."""
 
     def __init__(self, processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase) -> None:
         """`processor` is the model's own. Raises `ModelError` if it has no placeholder for images."""
@@ -53,9 +59,18 @@ class Processor:
         """Id of the tokens whose embeddings the features of images replace."""
         self._image_token = str(tokenizer.convert_ids_to_tokens(self.image_token_id))
         special = {*processor.image_token_ids, tokenizer.convert_tokens_to_ids(placeholder)}
+        self.video_processor: Qwen2VideoProcessor | None = getattr(processor, "video_processor", None)
+        """Processor of videos; None if videos are not supported."""
+        self.video_token_id = -1
+        """Id of the tokens whose embeddings the features of videos replace; -1 if the model has none."""
+        self._placeholders = {"image": placeholder}
         video = getattr(processor, "video_token", None)
         if isinstance(video, str):
-            special.add(tokenizer.convert_tokens_to_ids(video))
+            self.video_token_id = int(tokenizer.convert_tokens_to_ids(video))
+            special.add(self.video_token_id)
+            if self.video_processor is not None:
+                self._placeholders["video"] = video
+        self._place = re.compile("|".join(map(re.escape, self._placeholders.values())))
         self.media_token_ids: tuple[int, ...] = tuple(sorted(id for id in special if isinstance(id, int)))
         """Ids that belong to images and video alone. A model must not generate them, and they are never trained."""
         self.media_tokens: tuple[str, ...] = tuple(
@@ -63,8 +78,8 @@ class Processor:
         )
         """Their texts."""
         self._runs = re.compile(rf"({'|'.join(map(re.escape, self.media_tokens))})\1+")
-        self._texts: dict[tuple[int, int], str] = {}
-        """Tokens of images by width and height, on which alone they depend."""
+        self._texts: dict[tuple[int, int, SampledFrames | None], str] = {}
+        """Tokens of images and videos by width, height and frames, on which alone they depend."""
         self._cache: OrderedDict[str, tuple[str, dict[str, npt.NDArray[Any]]]] = OrderedDict()
         self._cached_bytes = 0
 
@@ -74,61 +89,78 @@ class Processor:
         return self._processor.image_processor
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise `DataError` unless the prompt has as many image tokens as its images have features.
+        """Raise `DataError` unless the prompt has as many tokens of images and videos as these have features.
 
         Decodes and processes images that are not in the cache, which takes some milliseconds each.
         """
         name = f"request {request.id!r}"
         try:
-            num_features = sum(map(self.num_features, request.media))
+            surplus = self.surplus(request.prompt_ids, request.media)
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
-        num_tokens = int((request.prompt_ids == self.image_token_id).sum())
-        if num_tokens != num_features:
-            raise DataError(
-                f"{name}: the prompt has {num_tokens} image tokens (id {self.image_token_id}), but its"
-                f" {len(request.media)} images have {num_features} features: expand placeholders with the model's"
-                " processor"
-            )
+        if surplus:
+            raise DataError(f"{name}: {surplus}: expand placeholders with the model's processor")
+
+    def surplus(self, tokens: Any, media: Sequence[Media]) -> str:
+        """How the number of tokens of images and videos differs from that of their features; empty if it does not.
+
+        `tokens` is an array or a tensor. Raises `DataError` as `tokens_of`.
+        """
+        for kind, id in (("image", self.image_token_id), ("video", self.video_token_id)):
+            items = [item for item in media if item.kind == kind]
+            num_tokens, num_features = int((tokens == id).sum()), sum(map(self.num_features, items))
+            if num_tokens != num_features:
+                return f"{num_tokens} {kind} tokens (id {id}) for {num_features} features of {len(items)} {kind}s"
+        return ""
 
     def expand(self, text: str, media: Sequence[Media], where: str = "") -> str:
-        """Text with each placeholder replaced by the tokens of its image.
+        """Text with each placeholder replaced by the tokens of its image or video.
 
-        Raises `DataError` if the numbers of placeholders and images differ.
+        Raises `DataError` if the placeholders are not those of the images and videos.
         """
-        num_places = text.count(self.placeholder)
-        if num_places != len(media):
+        places = self._place.findall(text)
+        if places != [self._placeholders.get(item.kind) for item in media]:
             raise DataError(
-                f"{where}: the prompt has {num_places} placeholders {self.placeholder!r} for {len(media)} images: the"
-                " chat template must render one for each image, and no text may contain them"
+                f"{where}: the prompt has {len(places)} placeholders {' or '.join(self._placeholders.values())} for"
+                f" {len(media)} images and videos: the chat template must render one for each, and no text may contain"
+                " them"
             )
         for token in self.media_tokens:
-            if token != self.placeholder and token in text:
+            if token not in self._placeholders.values() and token in text:
                 raise DataError(f"{where}: a text contains {token!r}, a token of images that only the processor writes")
         return self.expand_next(text, iter(media))
 
     def expand_next(self, text: str, media: Iterator[Media]) -> str:
-        """Text with each placeholder replaced by the tokens of the next image."""
-        first, *rest = text.split(self.placeholder)
-        return first + "".join(self.tokens_of(next(media)) + piece for piece in rest)
+        """Text with each placeholder replaced by the tokens of the next image or video."""
+        return self._place.sub(lambda _: self.tokens_of(next(media)), text)
 
     def tokens_of(self, media: Media) -> str:
-        """Text that replaces the placeholder of an image. Raises `DataError` for an image that it cannot process."""
-        size = media.width, media.height
+        """Text that replaces the placeholder of an image or a video. Raises `DataError` if it cannot process it."""
+        size = media.width, media.height, media.frames
         if size not in self._texts:
+            if len(self._texts) >= MAX_TEXTS:
+                self._texts.clear()
             self._texts[size] = self._processed(media)[0]
         return self._texts[size]
 
+    def token_id(self, media: Media) -> int:
+        """Id of the tokens whose embeddings the features of an image or video replace."""
+        return self.image_token_id if media.frames is None else self.video_token_id
+
     def num_features(self, media: Media) -> int:
-        """Number of features of an image: of the tokens with id `image_token_id`."""
-        return self.tokens_of(media).count(self._image_token)
+        """Number of features of an image or video: of the tokens with id `token_id`."""
+        return self.tokens_of(media).count(self._token(media))
+
+    def num_runs(self, media: Media) -> int:
+        """Number of runs of these tokens: some models have a time before each frame of a video."""
+        return len(re.findall(rf"(?:{re.escape(self._token(media))})+", self.tokens_of(media)))
 
     def shortened(self, text: str) -> str:
         """Text for people, with each run of a token of images as one token and their number."""
         return self._runs.sub(lambda run: f"{run[1]} × {len(run[0]) // len(run[1])}", text)
 
     def inputs(self, media: Sequence[Media]) -> dict[str, npt.NDArray[Any]]:
-        """Arrays of some images for the model's forward pass, concatenated in order; empty without images.
+        """Arrays of some images or some videos for the model's forward pass, concatenated in order; empty without any.
 
         Images of different sizes in one array (Pixtral) are padded with zeros, as by the processor.
         """
@@ -150,23 +182,32 @@ class Processor:
     def _process(self, media: Media) -> tuple[str, dict[str, npt.NDArray[Any]]]:
         import numpy as np
 
+        if media.kind not in self._placeholders:
+            raise DataError(f"{type(self._processor).__name__} reads no {media.kind}s")
         try:
+            images = media.images()
+            more = {"videos": [images], "video_metadata": [media.frames]} if media.frames else {"images": images}
             outputs = self._processor(
-                images=[media.image()],
-                text=[self.placeholder],
+                text=[self._placeholders[media.kind]],
                 return_text_replacement_offsets=True,
                 add_special_tokens=False,
+                **more,
             )
         except DataError:
             raise
         except Exception as error:  # processors raise all kinds of errors for images that they do not support
             size = f"{media.width} x {media.height}"
             raise DataError(
-                f"{type(self._processor).__name__} cannot process an image of {size} pixels: {one_line(error)}"
+                f"{type(self._processor).__name__} cannot process {media.kind}s of {size} pixels: {one_line(error)}"
             ) from error
         ((replacement,),) = outputs["text_replacement_offsets"]
         arrays = {name: np.asarray(array) for name, array in outputs.items() if name not in TEXT_OUTPUTS}
+        if SECONDS in arrays:  # a list, which becomes float32 in tensors
+            arrays[SECONDS] = arrays[SECONDS].astype(np.float32)
         return replacement["replacement"], arrays
+
+    def _token(self, media: Media) -> str:
+        return self._image_token if media.frames is None else self._placeholders["video"]
 
 
 def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -236,6 +277,8 @@ def _load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor 
     try:
         image_processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         settings = _settings(path)
+        if (video := VIDEO_PROCESSORS.get(name)) is not None:
+            settings["video_processor"] = video(image_processor, _video_settings(path))
         processor = _without_video(base)(image_processor=image_processor, tokenizer=tokenizer, **settings)
         return Processor(processor, tokenizer)
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
@@ -245,6 +288,11 @@ def _load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor 
 def has_processor(path: str) -> bool:
     """True if a model's directory or hub id has a processor of images. Raises `ModelError` if it cannot be used."""
     return _processor_class(path) is not None
+
+
+def reads_videos(path: str) -> bool:
+    """True if the processor of a model's directory or hub id reads videos. Raises `ModelError` as `has_processor`."""
+    return _processor_class(path) in VIDEO_PROCESSORS
 
 
 def save_processor(path: str, directory: Path) -> None:
@@ -271,12 +319,18 @@ def _settings(path: str) -> dict[str, Any]:
     return {key: value for key, value in _json(path, "processor_config.json").items() if key not in parts}
 
 
+def _video_settings(path: str) -> Mapping[str, Any]:
+    """Settings of the processor of videos, from the first file that has them, as in transformers."""
+    nested = _json(path, "processor_config.json").get("video_processor")
+    return nested or _json(path, "video_preprocessor_config.json") or _json(path, "preprocessor_config.json")
+
+
 def _without_video(base: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """A processor that can be built without a processor of video, which needs torchvision."""
+    """A processor that can be built without transformers' processor of videos, which needs torchvision."""
 
     def check(self: ProcessorMixin, name: str, argument: object) -> object:
-        if argument is None:
-            return type(None)
+        if argument is None or name == "video_processor":
+            return type(argument)
         return base.check_argument_for_proper_class(self, name, argument)
 
     return type(base.__name__, (base,), {"check_argument_for_proper_class": check})

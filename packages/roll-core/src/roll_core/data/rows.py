@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from roll_core.errors import DataError, closest
 from roll_core.spec.rollout import IMAGE, Columns
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
     from roll_core.spec.config import DataArguments
+    from roll_core.spec.rollout import MediaKind
 
 ENDINGS = {
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
@@ -57,14 +58,17 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of images, video and audio in data of vision-language models."""
 IMAGE_PARTS = {"image": ("image", "url", "path", "base64"), "image_url": ("image_url",), "input_image": ("image_url",)}
 """Types of parts of a message's content that are images, and the keys that may have the image."""
-_IMAGE_PLACE = re.compile(rf"<image>(?!.*</image>)|{IMAGE}", re.DOTALL)
+VIDEO_PARTS = {"video": ("video", "url", "path", "base64"), "video_url": ("video_url",), "input_video": ("video_url",)}
+_PLACE = re.compile(rf"<(image|video)>(?!.*</\1>)|{IMAGE}", re.DOTALL)
 _MEDIA = re.compile(
     r"<(image|video|audio)>(?!.*</\1>)"
     r"|<\|(?:image|video|audio|image_pad|video_pad|audio_pad|vision_start|image_\d+|audio_\d+)\|>"
     r"|<(?:image|video|audio)[_ ]?\d+>|<image_placeholder>|<start_of_image>|<ImageHere>|<IMG_CONTEXT>|\[IMG\]",
     re.DOTALL,
 )
-"""Places of images, video and audio in a prompt. A pair of tags, as in SVG, is text."""
+"""Places of images, videos and audio in a prompt. A pair of tags, as in SVG, is text."""
+RATE_KEYS = ("fps", "sample_fps")
+"""Keys of a video with its frames per second."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message's reasoning. Messages have it under the first."""
 WEIGHT_KEYS = ("weight", "loss_weight")
@@ -91,6 +95,17 @@ class Row:
     """`Columns`: a dotted name finds a value in a column with a mapping."""
     folder: Path = Path()
     """Directory of the row's file, where relative paths of images begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowVideo:
+    """A video of a row that has not been read."""
+
+    value: Any
+    """Path, bytes, base64, a list of frames, or a mapping with one of them; None if a column has it."""
+    fps: float | None = None
+    """Rate of a list of frames, or the rate at which a file is sampled. Default: that of the processor."""
+    kind: ClassVar = "video"
 
 
 class Rows(list[Row]):
@@ -301,80 +316,114 @@ def stored_messages(row: Row, data: DataArguments, rows: Rows, *, images: bool =
 
 
 def with_images(messages: list[Message], row: Row, data: DataArguments) -> list[Message]:
-    """The messages of a row with its images: `media` has a message's images as the data has them, in the order of their
-    places `IMAGE` in its content.
+    """The messages of a row with its images and videos: `media` has those of a message as the data has them, videos as
+    `RowVideo`, in the order of their places `IMAGE` in its content.
 
-    Raises `DataError` for images without a place or places without an image, and for media that no model would see.
+    Raises `DataError` for media without a place or places without media, and for media that no model would see.
     """
-    unnamed = "no column of images is named: set data_args.images, or remove it"
-    unread = "models read text and images alone: write the frames of videos as images, or remove it"
     for column in MEDIA_COLUMNS:
-        if row.values.get(column) and column != data.images:
-            hint = unnamed if column.startswith("image") else unread
-            raise DataError(f"{row.where}: column {column!r} has {_short(row.values[column])}, but {hint}")
-    values = row.values.get(data.images) if data.images else None
-    images = [] if values is None else list(values) if isinstance(values, list) else [values]
-    if data.images:
-        _place_images(messages, images, row, data.images)
-    has_media = any(message.get("media") for message in messages)  # otherwise U+FFFC is text
+        if row.values.get(column) and column not in (data.images, data.videos):
+            raise DataError(f"{row.where}: column {column!r} has {_short(row.values[column])}, but {_unread(column)}")
+    _place_media(messages, row, {"image": data.images, "video": data.videos})
+    any_media = any(message.get("media") for message in messages)  # otherwise U+FFFC is text
     for number, message in enumerate(messages, 1):
-        if None in message.get("media", ()):
-            raise DataError(
-                f"{row.where}: message {number} ({message['role']}) has a part of type image without an image, and no"
-                " column of images is named: set data_args.images"
-            )
-        if has_media and message["content"].count(IMAGE) != len(message.get("media", ())):
+        for kind in map(_missing_kind, message.get("media", ())):
+            if kind:
+                raise DataError(
+                    f"{row.where}: message {number} ({message['role']}) has a part of type {kind} without {kind}, and"
+                    f" no column of {kind}s is named: set data_args.{kind}s"
+                )
+        if any_media and message["content"].count(IMAGE) != len(message.get("media", ())):
             raise DataError(
                 f"{row.where}: message {number} ({message['role']}) has {message['content'].count(IMAGE)} places for"
-                f" images (U+FFFC), but {len(message.get('media', ()))} images"
+                f" images and videos (U+FFFC), but {len(message.get('media', ()))} of them"
             )
         if message.get("media") and message["role"] == "assistant":
             raise DataError(f"{row.where}: message {number} is of the assistant, which writes text, but has an image")
         media = None if message["role"] == "assistant" else _MEDIA.search(message["content"])
         if media is not None:
-            hint = "write <image> at the places of images" if data.images else unnamed
-            hint = unread if "video" in media[0] or "audio" in media[0] else hint
+            named = data.videos if "video" in media[0] else data.images
+            hint = "write <image> at the places of images, and <video> at those of videos"
+            hint = hint if named and "audio" not in media[0] else _unread(media[0])
             raise DataError(f"{row.where}: message {number} ({message['role']}) has {media[0]!r}, but {hint}")
     return messages
 
 
-def has_images(row: Row, data: DataArguments) -> bool:
-    """True if a row has images: in their column, or as parts of messages."""
-    if data.images is not None and row.values.get(data.images):
+def _unread(name: str) -> str:
+    """Why the media of a column or placeholder are not read, and what to do."""
+    if "audio" in name:
+        return "models read text, images and videos alone: remove it"
+    kind = "video" if "video" in name else "image"
+    return f"no column of {kind}s is named: set data_args.{kind}s, or remove it"
+
+
+def _missing_kind(item: object) -> str:
+    """`image` or `video` for a place whose image or video is in a column; otherwise empty."""
+    if isinstance(item, RowVideo):
+        return "video" if item.value is None else ""
+    return "image" if item is None else ""
+
+
+def has_media(row: Row, data: DataArguments, kind: MediaKind) -> bool:
+    """True if a row has images or videos: in their column, or as parts of messages."""
+    column, types = (data.images, IMAGE_PARTS) if kind == "image" else (data.videos, VIDEO_PARTS)
+    if column is not None and row.values.get(column):
         return True
     chats = [row.values.get(name) for name in (data.messages, data.prompt, data.chosen, data.rejected) if name]
     messages = [message for chat in chats if isinstance(chat, list) for message in chat if isinstance(message, dict)]
     parts = [part for message in messages for part in _list(message.get("content")) if isinstance(part, dict)]
-    return any(part.get("type") in IMAGE_PARTS for part in parts)
+    return any(part.get("type") in types for part in parts)
 
 
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _place_images(messages: list[Message], images: list[Any], row: Row, column: str) -> None:
-    """Put the images of a column at their places: content parts without an image, `<image>` in the text, or else the
-    beginning of the first message of the user."""
-    waiting = iter(images)
-    num_places = 0
-    for message in messages:
+def _place_media(messages: list[Message], row: Row, columns: Mapping[str, str | None]) -> None:
+    """Put the images and videos of columns at their places: content parts without an image or video, `<image>` and
+    `<video>` in the text, or else the beginning of the first message of the user."""
+    values = {kind: _in_list(row.values.get(column)) for kind, column in columns.items() if column}
+    values = {kind: [_row_video(item) if kind == "video" else item for item in of] for kind, of in values.items()}
+    waiting = {kind: iter(of) for kind, of in values.items()}
+    num_places = Counter[str]()
+    for message in messages if values else ():
         if message["role"] == "assistant":
             continue
         of_parts = iter(message.get("media", ()))
-        places = _IMAGE_PLACE.findall(message["content"])
-        media = [next(of_parts, None) if place == IMAGE else None for place in places]
+        media: list[Any] = []
+
+        def place(match: re.Match[str], of_parts: Iterator[Any] = of_parts, media: list[Any] = media) -> str:
+            item = next(of_parts, None) if match[1] is None else None
+            kind = match[1] or _missing_kind(item)
+            if match[1] and kind not in values:
+                return match[0]
+            num_places[kind] += kind in values
+            media.append(next(waiting[kind], item) if kind in values else item)
+            return IMAGE
+
+        content = _PLACE.sub(place, message["content"])
         if media:
-            num_places += media.count(None)
-            message["content"] = _IMAGE_PLACE.sub(IMAGE, message["content"])
-            message["media"] = tuple(next(waiting, None) if image is None else image for image in media)
+            message["content"], message["media"] = content, tuple(media)
     users = [message for message in messages if message["role"] == "user"]
-    if images and not num_places and users:
-        users[0]["content"] = IMAGE * len(images) + users[0]["content"]
-        users[0]["media"] = (*images, *users[0].get("media", ()))
-    elif num_places != len(images):
-        raise DataError(
-            f"{row.where}: column {column!r} has {len(images)} images, but the text has {num_places} places for them"
-        )
+    for kind in reversed(values):  # images come before videos
+        if values[kind] and not num_places[kind] and users:
+            users[0]["content"] = IMAGE * len(values[kind]) + users[0]["content"]
+            users[0]["media"] = (*values[kind], *users[0].get("media", ()))
+        elif num_places[kind] != len(values[kind]):
+            raise DataError(
+                f"{row.where}: column {columns[kind]!r} has {len(values[kind])} {kind}s, but the text has"
+                f" {num_places[kind]} places for them"
+            )
+
+
+def _in_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def _row_video(value: Any) -> RowVideo:
+    """A video with its rate, which a mapping may have."""
+    rates = [value[key] for key in RATE_KEYS if value.get(key) is not None] if isinstance(value, dict) else []
+    return RowVideo(value, rates[0] if rates else None)
 
 
 def tools_of(row: Row, data: DataArguments, rows: Rows) -> list[dict[str, Any]]:
@@ -444,9 +493,10 @@ def _of_sharegpt(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
-    """The text of a content that is a list of parts, with `IMAGE` for each image, and the images.
+    """The text of a content that is a list of parts, with `IMAGE` for each image and video, and the images and videos.
 
-    An image is None if a column has it. Any other content is returned as it is. Raises `DataError`.
+    An image is None if a column has it. Videos are `RowVideo`. Any other content is returned as it is. Raises
+    `DataError`.
     """
     if not isinstance(content, list):
         return content, ()
@@ -463,9 +513,12 @@ def joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
             image = next((part[key] for key in IMAGE_PARTS[kind] if part.get(key) is not None), None)
             media.append(f"data:,{image}" if image is not None and image is part.get("base64") else image)
             texts.append(IMAGE)
+        elif kind in VIDEO_PARTS:
+            has_video = any(part.get(key) is not None for key in VIDEO_PARTS[kind])
+            media.append(_row_video(part) if has_video else RowVideo(None))
+            texts.append(IMAGE)
         else:
-            hint = "; write the frames of a video as images" if kind in ("video", "video_url", "input_video") else ""
-            raise DataError(f"{where}: models read parts of type text and image, not {_short(part)}{hint}")
+            raise DataError(f"{where}: models read parts of type text, image and video, not {_short(part)}")
     return "".join(texts), tuple(media)
 
 

@@ -625,7 +625,8 @@ def _given(message: Mapping[str, Any], *, parsed: bool, parts: bool) -> dict[str
     reasoning under one of two keys. In a conversation with images, contents are lists of `parts`."""
     content = message.get("content") or ""
     if parts:
-        content = _parts(content) if message.get("media") else [{"type": "text", "text": content}] * bool(content)
+        media = message.get("media")
+        content = _parts(content, media) if media else [{"type": "text", "text": content}] * bool(content)
     copied: dict[str, Any] = {**message, "content": content}
     copied.pop("media", None)
     if "reasoning_content" in copied:
@@ -638,10 +639,11 @@ def _given(message: Mapping[str, Any], *, parsed: bool, parts: bool) -> dict[str
     return copied
 
 
-def _parts(content: str) -> list[dict[str, str]]:
-    """A content as parts: its texts, and a part of type image at each `IMAGE`."""
+def _parts(content: str, media: Sequence[Any]) -> list[dict[str, str]]:
+    """A content as parts: its texts, and a part of type image or video at each `IMAGE`."""
     texts = [{"type": "text", "text": text} for text in content.split(IMAGE)]
-    parts = [part for text in texts for part in (text, {"type": "image"})][:-1]
+    kinds = [{"type": str(getattr(item, "kind", "image"))} for item in media]  # not all have been read
+    parts = [part for text, kind in zip(texts, [*kinds, {}], strict=True) for part in (text, kind)][:-1]
     return [part for part in parts if part.get("text", " ")]
 
 

@@ -450,7 +450,8 @@ class TrainingArguments(Config):
     and refuse it: their `max_steps` counts batches."""
 
 
-OF_IMAGES = Needs("reads_images", remedy="set images, the column with the images")
+OF_IMAGES = Needs("reads_images", remedy="set images or videos, the column with the images or videos")
+OF_VIDEOS = Needs("reads_videos", remedy="set videos, the column with the videos")
 
 
 RENDERER_ARGUMENTS = frozenset(
@@ -512,17 +513,30 @@ class DataArguments(Config):
     images: str | None = None
     """Column with the images of a row: one or a list, in the order of their places (`<image>`) in the text. Without
     places they come before the first message's text. Images may also be content parts of `messages`."""
+    videos: str | None = None
+    """Column with the videos of a row: one or a list, in the order of their places (`<video>`) in the text. A video is
+    a file, a directory of frames, or a list of them. Videos may also be content parts of `messages`."""
     image_roots: Annotated[list[str], OF_IMAGES] = []
-    """Directories from which images are read. Default: the directory of the data file. Relative paths begin there."""
+    """Directories from which images and videos are read. Default: the directory of the data file. Relative paths begin
+    there."""
     max_pixels: Annotated[PositiveInt | None, OF_IMAGES] = None
-    """Larger images are reduced to this number of pixels, or dropped (`oversized_images`). Default: only the model's
-    processor reduces images."""
+    """Larger images and frames of videos are reduced to this number of pixels, or dropped (`oversized_images`).
+    Default: only the model's processor reduces them."""
     max_images: Annotated[PositiveInt | None, OF_IMAGES] = None
     """Rows with more images are dropped. Default: no maximum."""
-    oversized_images: Annotated[Literal["resize", "drop"], Needs("max_pixels")] = "resize"
-    """Images with more than `max_pixels`: `resize` reduces them, `drop` drops the row."""
+    max_videos: Annotated[PositiveInt | None, OF_VIDEOS] = None
+    """Rows with more videos are dropped. Default: no maximum."""
+    max_frames: Annotated[Annotated[int, Field(ge=2)] | None, OF_VIDEOS] = None
+    """If more frames of a video would be sampled, sample at most this number, or drop the row (`oversized_images`).
+    Default: the maximum of the model's processor."""
+    video_fps: Annotated[PositiveFloat | None, OF_VIDEOS] = None
+    """Frames that are sampled from a second of a video, and frames per second of lists of frames. Default: those of the
+    model's processor, or 2."""
+    oversized_images: Annotated[Literal["resize", "drop"], Needs("limits_size")] = "resize"
+    """Images with more than `max_pixels` and videos with more than `max_frames`: `resize` reduces them, `drop` drops
+    the row."""
     broken_images: Annotated[Literal["error", "drop"], OF_IMAGES] = "error"
-    """Images that cannot be read: `error` ends the run, `drop` drops the row. Dropped rows are counted."""
+    """Images and videos that cannot be read: `error` ends the run, `drop` drops the row. Dropped rows are counted."""
     tools: str | None = None
     """Column with the schemas of tools that the chat template describes to the model: a list, or its JSON, in the
     format of OpenAI's API."""
@@ -546,8 +560,18 @@ class DataArguments(Config):
 
     @property
     def reads_images(self) -> bool:
-        """True if rows may have images: in a column, or in the content of messages."""
-        return self.images is not None or self.messages is not None
+        """True if rows may have images or videos: in a column, or in the content of messages."""
+        return self.images is not None or self.reads_videos
+
+    @property
+    def reads_videos(self) -> bool:
+        """True if rows may have videos: in a column, or in the content of messages."""
+        return self.videos is not None or self.messages is not None
+
+    @property
+    def limits_size(self) -> bool:
+        """True if images or videos may be too large."""
+        return self.max_pixels is not None or self.max_frames is not None
 
     @field_validator("columns")
     @classmethod

@@ -7,6 +7,7 @@ A record is data: strings, numbers and tuples. It can be listed, compared and pi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from roll_core.field_docs import document_fields
@@ -63,6 +64,8 @@ class TrainCapabilities:
     `import_state`, `save_portable` and `load_portable`."""
     images: bool = False
     """Trains on sequences with images: honours `MicroBatch.media_S` and `ModelSpec.freeze`."""
+    videos: bool = False
+    """Trains on sequences with videos, too."""
     router_replay: bool = False
     """Routes tokens to given experts: honours `ModelSpec.router_replay` and `MicroBatch.routed_experts_TMK`."""
     optimizers: Literal["adamw", "elementwise", "any"] = "adamw"
@@ -72,6 +75,11 @@ class TrainCapabilities:
     """`load` accepts checkpoints saved by a different number of ranks."""
     weight_transports: tuple[str, ...] = ()
     """Names of the weight transports that can send its weights. Empty: it cannot publish weights to an engine."""
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Kinds of `Media` that it reads."""
+        return _media(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +97,8 @@ class InferCapabilities:
     """Returns the most likely tokens of a prompt: honours `GenerateRequest.prompt_topk`."""
     images: bool = False
     """Reads images of prompts: honours `GenerateRequest.media`."""
+    videos: bool = False
+    """Reads videos of prompts, too."""
     routed_experts: bool = False
     """Returns the experts chosen in a mixture-of-experts model: honours `ModelSpec.router_replay` and
     `GenerateRequest.routed_experts`."""
@@ -110,6 +120,15 @@ class InferCapabilities:
     """Names of the weight transports that can deliver weights to it. Empty: its weights cannot be updated."""
     keeps_weights: bool = False
     """Keeps tensors that an update does not contain, `WeightManifest.unsent`. Otherwise each update contains all."""
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Kinds of `Media` that it reads."""
+        return _media(self)
+
+
+def _media(capabilities: TrainCapabilities | InferCapabilities) -> tuple[str, ...]:
+    return tuple(compress(("image", "video"), (capabilities.images, capabilities.videos)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll_core.field_docs import document_fields
 
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 
 IMAGE = "\ufffc"
-"""Place of an image in the content of a chat message: Unicode's object replacement character."""
+"""Place of an image or a video in the content of a chat message: Unicode's object replacement character."""
+MediaKind = Literal["image", "video"]
+MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
+"""Kinds of `roll_core.types.Media`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class Prompt:
     tokens: TokenIds
     text: str
     media: tuple[Media, ...] = ()
-    """Images of `tokens`, in their order."""
+    """Images and videos of `tokens`, in their order."""
     messages: Sequence[Mapping[str, Any]] = ()
     """The chat messages of which the template made `text`, with the keys `role` and `content`. A message with images
     also has `media`, a tuple of them, and `IMAGE` at their places in the content."""
@@ -166,8 +169,8 @@ class RewardRequest:
 
     @property
     def images(self) -> list[Image.Image]:
-        """Images of the sample, decoded to RGB at each call."""
-        return [media.image() for media in self.sample.media]
+        """Images of the sample, and the frames of its videos, decoded to RGB at each call."""
+        return [image for media in self.sample.media for image in media.images()]
 
 
 class RewardFunction(ABC):

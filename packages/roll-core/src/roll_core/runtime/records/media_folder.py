@@ -1,9 +1,10 @@
-"""Images of a run's samples and recorded rollouts, each stored once: `<run>/media/<digest>`."""
+"""Images and videos of a run's samples and recorded rollouts, each stored once: `<run>/media/<digest>`."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RunDirectoryError
@@ -18,7 +19,7 @@ FOLDER = "media"
 
 
 class MediaFolder:
-    """Stores images by digest, and refers to them in JSON. The folder exists once it has an image."""
+    """Stores images and videos by digest, and refers to them in JSON. The folder exists once it has an image."""
 
     def __init__(self, run: Path, *, history: Path | None = None) -> None:
         """Store below the directory `run`. A resumed run links the images of `history`, the run that it continues."""
@@ -31,13 +32,23 @@ class MediaFolder:
         for image in media:
             if not (self._folder / image.digest).exists():
                 self._add(image.digest, image.read())
-        return [{"digest": image.digest, "width": image.width, "height": image.height} for image in media]
+        return [
+            {"digest": item.digest, "width": item.width, "height": item.height}
+            | ({"frames": asdict(item.frames)} if item.frames is not None else {})
+            for item in media
+        ]
 
     def get(self, saved: Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
         """Images from the result of `put`. Their files are read when they are used."""
-        from roll_core.types import Media
+        from roll_core.types import Media, SampledFrames
 
-        return tuple(Media(**image, path=str(self._folder / image["digest"])) for image in saved)
+        def frames(item: Mapping[str, Any]) -> SampledFrames | None:
+            values = item.get("frames")
+            return values and SampledFrames(**{**values, "indices": tuple(values["indices"])})
+
+        return tuple(
+            Media(**{**item, "frames": frames(item)}, path=str(self._folder / item["digest"])) for item in saved
+        )
 
     def _add(self, name: str, content: Path | bytes) -> None:
         working = self._folder / f".{name}.{os.getpid()}"

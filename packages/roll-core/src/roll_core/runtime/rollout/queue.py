@@ -35,10 +35,11 @@ from roll_core.runtime.rollout.requests import (
     cut_at,
     rest_of,
 )
+from roll_core.spec.rollout import MEDIA_KINDS
 from roll_core.types import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 
     from roll_core.runtime.rollout.replicas import HealthTimeouts, QueueItem, Replica, Routing
     from roll_core.runtime.rollout.requests import FindStop, Outputs
@@ -58,7 +59,7 @@ class RequestQueue:
         progress_s: float = 0.0,
         timeouts: HealthTimeouts = NO_TIMEOUTS,
         survives_all: Callable[[], bool] = lambda: False,
-        images: bool = True,
+        media: Collection[str] = MEDIA_KINDS,
     ) -> None:
         """At most `max_running` outputs run on a replica.
 
@@ -71,9 +72,9 @@ class RequestQueue:
         Once no replica is alive, all requests fail with the last replica's error. If replacements will be added
         (`survives_all`), requests wait instead and `no_replicas` is set.
 
-        Without `images`, requests with images are refused: the engine would not see them.
+        Requests with media of other kinds than `media` are refused: the engine would not see them.
         """
-        self._images = images
+        self._media = media
         self._expand, self._find_stop = max_running is not None, find_stop
         self._router = Router(routing, max_running)
         self._monitor = HealthMonitor(timeouts, progress_s, self._terminate)
@@ -134,13 +135,13 @@ class RequestQueue:
         A request for a specific `replica` is submitted there even beyond `max_running`. It fails with `WorkerDiedError`
         if the replica is lost.
 
-        Raises `RollError` while another request has the same id, and `UnsupportedError` for images that the engine does
-        not read.
+        Raises `RollError` while another request has the same id, and `UnsupportedError` for images and videos
+        that the engine does not read.
         """
-        if request.media and not self._images:
+        if unread := next((item.kind for item in request.media if item.kind not in self._media), ""):
             raise UnsupportedError(
-                f"request {request.id!r} has images, but the engine's strategy does not declare the capability images:"
-                " choose another strategy, or rows and environments of text"
+                f"request {request.id!r} has {unread}s, but the engine's strategy does not declare the capability"
+                f" {unread}s: choose another strategy, or rows and environments of text"
             )
         if request.id in self._requests:
             raise RollError(f"request {request.id!r} is already pending: request ids must be unique")

@@ -131,7 +131,7 @@ async def start_roles(
                     progress_s=poll_s if chosen.in_process else min(PROGRESS_S, poll_s),
                     timeouts=HealthTimeouts(token_s=config.replica_timeout, result_s=config.rpc_timeout),
                     find_stop=stop_finder(lambda ids: str(run.tokenizer.decode(ids, skip_special_tokens=True))),
-                    images=provider.capabilities.images,
+                    media=provider.capabilities.media,
                 ),
                 restart=partial(run.publish_weights, "", role.name) if role.model_from else None,
             )

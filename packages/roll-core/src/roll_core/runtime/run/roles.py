@@ -263,9 +263,10 @@ class GroupTrainRole(TrainRole):
                 raise self._undeclared(name)
 
     def _check_images(self, sequences: Sequence[TrainSequence]) -> None:
-        """Raise `UnsupportedError` for images of environments, which no check before the run knows."""
-        if not self.capabilities.images and any(sequence.media for sequence in sequences):
-            raise self._undeclared("images")
+        """Raise `UnsupportedError` for images and videos that no check before the run knows, as of environments."""
+        kinds = {item.kind for sequence in sequences for item in sequence.media}
+        for kind in sorted(kinds.difference(self.capabilities.media)):
+            raise self._undeclared(f"{kind}s")
 
     def _check_rows(self, rows: Sequence[ModuleRow]) -> None:
         """Raise `UnsupportedError` if the strategy runs no programs, and `DataError` for rows that it cannot run."""
