@@ -425,14 +425,32 @@ def test_every_flag_is_reported_once_at_its_place(name, registry):
         (
             f"{BASE} --data.prompt_dataset OpenRLHF/prompts",
             "data.prompt_dataset",
+            "renamed",
+            {"actor_train.data_args.file_name": "hf://OpenRLHF/prompts"},
+        ),
+        (
+            f"{BASE} --data.prompt_dataset OpenRLHF/a,OpenRLHF/b --data.prompt_split test",
+            "data.prompt_dataset",
+            "renamed",
+            {"actor_train.data_args.file_name": ["hf://OpenRLHF/a?split=test", "hf://OpenRLHF/b?split=test"]},
+        ),
+        (
+            f"{BASE} --data.prompt_dataset OpenRLHF/prompts@data",
+            "data.prompt_dataset",
             "unsupported",
             {"actor_train.data_args.file_name": None},
         ),
         (
             f"{BASE} --data.input_template 'Q: {{}} A:'",
             "data.input_template",
+            "changed",
+            {"actor_train.data_args.columns": {"input": "Q: {{ row['input'] }} A:"}},
+        ),
+        (
+            f"{BASE} --data.input_template 'Q: {{}} {{{{}}}}'",
+            "data.input_template",
             "unsupported",
-            {"data.input_template": "Q: {} A:"},
+            {"data.input_template": "Q: {} {{}}"},
         ),
         (
             f"{BASE} --data.input_template ''",
@@ -469,7 +487,16 @@ def test_ppo_flag_has_status_and_target(flags, key, status, to, registry, tmp_pa
     ("trainer", "flags", "key", "status", "to"),
     [
         # the default template of train_sft formats prompts
-        ("train_sft", "--input_key q", "data.input_template", "unsupported", {"sft_train.data_args.prompt": "q"}),
+        (
+            "train_sft",
+            "--input_key q",
+            "data.input_template",
+            "changed",
+            {
+                "sft_train.data_args.prompt": "q",
+                "sft_train.data_args.columns": {"q": "User: {{ row['q'] }}\nAssistant: "},
+            },
+        ),
         ("train_sft", "--input_key q --input_template ''", "input_template", "not needed", {}),
         (
             "train_sft",
@@ -501,7 +528,7 @@ def test_flags_of_other_trainers_have_status_and_target(trainer, flags, key, sta
         (f"{BASE} --reward.normalize_enable", "train_ppo_ray"),
         (f"{BASE} --kl_target 1 --use_kl_loss", "train_ppo_ray"),
         ("--pretrain m --dataset a.jsonl --load_in_4bit --apply_chat_template", "train_dpo"),
-        ("--pretrain m --dataset a.jsonl --output_key b", "train_sft"),
+        ("--pretrain m --dataset a.jsonl --output_key b --input_template '{} {{}}'", "train_sft"),
     ],
 )
 def test_unsupported_flags_are_rejected_by_check(flags, trainer, registry, tmp_path):
@@ -529,7 +556,8 @@ def test_first_row_decides_between_text_and_chat(value, column, registry, tmp_pa
 
 def test_quoted_value_is_one_word_with_its_escapes(registry, tmp_path):
     new = imported(f"{BASE} --data.input_template $'User: {{}}\\nBot: '", registry, tmp_path)
-    assert new.config["data.input_template"] == "User: {}\nBot: "
+    columns = new.config["actor_train"]["data_args"]["columns"]
+    assert columns == {"input": "User: {{ row['input'] }}\nBot: "}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ is a mapping of flags under their names of 0.11; `ALIASES` has the flat flags of
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -258,6 +259,12 @@ def files(value: Any) -> list[str] | None:
     names = [name.strip() for name in str(value).split(",")]
     known = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
     return names if all(Path(name).suffix.lower() in known and "@" not in name for name in names) else None
+
+
+def hub_name(name: str, split: str) -> str:
+    """Name of a data set of the Hub in `data_args.file_name`; empty for a directory, and for parts of a data set."""
+    is_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).suffix and not Path(name).exists()
+    return f"hf://{name}" + ("" if split == "train" else f"?split={split}") if is_hub else ""
 
 
 def num_rows(source: Mapping[str, Any]) -> int | None:

@@ -88,10 +88,13 @@ def _computed(*parts: str) -> KeyRule:
 # -- values: models, data, lengths -------------------------------------------------------------------------------------
 
 
-def _files(target: str) -> Convert:
+def _files(target: str, split: str) -> Convert:
     def convert(value: Any, key: Key) -> Outcome:
-        if (names := launch.files(value)) is None:
-            return key.refused("only files are read: save the data set as .jsonl or .parquet")
+        names = launch.files(value) or [
+            launch.hub_name(name.strip(), str(key.get(split) or "train")) for name in str(value).split(",")
+        ]
+        if not all(names):
+            return key.refused("files and data sets of the Hub are read: save it as .jsonl or .parquet")
         names = [os.path.expanduser(name) for name in names]
         return key.renamed({f"{target}.data_args.file_name": names if len(names) > 1 else names[0]})
 
@@ -140,7 +143,11 @@ def _input_template(value: Any, key: Key) -> Outcome:
         return key.unneeded("without {} it has no effect")
     if key.get("data.apply_chat_template"):
         return key.unneeded("the chat template applies")
-    return key.refused("prompts cannot be formatted: write the text into the rows")
+    if key.source[TRAINER] in (DPO, RM) or any(begin in value for begin in ("{{", "{%", "{#")):
+        return key.refused("the prompt is not formatted: write data_args.columns")
+    column = str(launch.fact(key.source, "data.input_key"))
+    template = value.replace("{}", f"{{{{ row[{column!r}] }}}}")
+    return key.changed({f"{role}.columns": {column: template} for role in launch.columns(key.source)})
 
 
 # -- values: batches, optimizer, placement -----------------------------------------------------------------------------
@@ -497,9 +504,12 @@ def _common(model: str) -> dict[str, Convert]:
             {"resume_from_checkpoint": "auto"}, "checkpoints of OpenRLHF cannot be read"
         ),
         **keys("ckpt.path ckpt.save_hf ckpt.disable_ds", unneeded("checkpoints resume runs, and export/ is the model")),
-        "eval.dataset": _files("validation"),
+        "eval.dataset": _files("validation", "eval.split"),
         "eval.steps": _eval_steps,
-        **keys("eval.split data.dataset_split data.prompt_split", unneeded("a file has one split")),
+        **keys(
+            "eval.split data.dataset_split data.prompt_split",
+            unneeded("part of the names of data sets"),
+        ),
         "logger.logging_steps": to("logging_steps"),
         "logger.wandb.key": _wandb_key,
         "logger.wandb.org": _wandb("entity"),
@@ -540,7 +550,7 @@ def _common(model: str) -> dict[str, Convert]:
 def _tuned() -> dict[str, Convert]:
     """Flags of the trainers without rollouts."""
     return {
-        "data.dataset": _files("{role}"),
+        "data.dataset": _files("{role}", "data.dataset_split"),
         "data.dataset_probs": refused("files are not sampled by probabilities: mix the rows"),
         "data.tokenizer_chat_template": MODELS_OWN,
     }
@@ -645,7 +655,7 @@ ACTOR: dict[str, Convert] = {
     "rollout.temperature": to("actor_infer.generating_args.temperature"),
     "rollout.top_p": to("actor_infer.generating_args.top_p"),
     "rollout.vllm_generate_batch_size": _generated,
-    "data.prompt_dataset": _files("{role}"),
+    "data.prompt_dataset": _files("{role}", "data.prompt_split"),
     "data.prompt_probs": refused("files are not sampled by probabilities: mix the rows"),
     "data.input_key": _input,
     "data.label_key": _label,
