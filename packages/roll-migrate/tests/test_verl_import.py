@@ -507,7 +507,8 @@ def test_every_key_of_a_file_is_reported_once(registry):
             "not needed",
             {"data.image_key": None},
         ),
-        ({"data__video_key": "clips"}, "data.video_key", "unsupported", {"data.video_key": "clips"}),
+        ({"data__video_key": "clips"}, "data.video_key", "renamed", {"actor_train.data_args.videos": "clips"}),
+        ({"data__audio_key": "sounds"}, "data.audio_key", "unsupported", {"data.audio_key": "sounds"}),
         *(
             (
                 {"arr__model__override_config": {name: 0.0, "a": 1}},

@@ -214,21 +214,32 @@ def loggers(source: Mapping[str, Any]) -> list[Any]:
 FROZEN = ["vision", "projector"]
 
 
-def media(value: Any, key: Key) -> Outcome:
-    """Keep the key of a column of videos or audio."""
-    if value in ("videos", "audios"):
-        return key.unneeded("verl's default; rows with videos or audio are an error")
-    return key.refused("rows with videos or audio are not supported")
+def audio(value: Any, key: Key) -> Outcome:
+    """Keep the key of a column of audio."""
+    if value == "audios":
+        return key.unneeded("verl's default; rows with audio are an error")
+    return key.refused("rows with audio are not supported")
+
+
+def videos(value: Any, key: Key) -> Outcome:
+    """Write the column of videos to each `data_args`."""
+    if value == "videos":
+        return key.unneeded("verl's default; set data_args.videos if rows have videos")
+    return _column("videos", value, key)
 
 
 def images(value: Any, key: Key) -> Outcome:
     """Write the column of images to each `data_args`."""
     if value == "images" and key.beside("video_key") == "videos" and not has_images(key.source):
         return key.unneeded("verl's default, which a composed config has for text too")
+    return _column("images", value, key)
+
+
+def _column(name: str, value: Any, key: Key) -> Outcome:
     if lookup(key.source, "optim") is not None:
-        return key.renamed("sft_train.data_args.images")
+        return key.renamed(f"sft_train.data_args.{name}")
     roles = ("actor_train", "validation")[: 1 + evaluates(key.source)]
-    return key.renamed({f"{role}.data_args.images": value for role in roles})
+    return key.renamed({f"{role}.data_args.{name}": value for role in roles})
 
 
 def _frozen(value: Any, key: Key) -> Outcome:
@@ -1168,7 +1179,8 @@ DATA: Table = {
     **keys("tool_config_path function_tool_path", refused(NO_TOOLS)),
     "mm_processor_kwargs": refused("the processor has no arguments", {}),
     "image_key": nested(images),
-    **keys("video_key audio_key", media),
+    "video_key": videos,
+    "audio_key": audio,
     **keys(
         "use_shm dataloader_num_workers filter_overlong_prompts_workers validation_shuffle image_patch_size"
         " return_raw_input_ids return_raw_chat return_full_prompt return_multi_modal_inputs",

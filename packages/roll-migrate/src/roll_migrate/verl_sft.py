@@ -195,7 +195,8 @@ DATA: Table = {
         verl.FASTER,
     ),
     "image_key": nested(verl.images),
-    **keys("video_key audio_key", verl.media),
+    "video_key": nested(verl.videos),
+    "audio_key": nested(verl.audio),
 }
 OPTIM: Table = {
     **verl.OPTIM,
