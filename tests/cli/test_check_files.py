@@ -9,6 +9,7 @@ from typing import get_args
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from roll_core.api.files import FileCheck
@@ -371,6 +372,40 @@ def test_videos_need_a_processor_that_reads_them(here):
     assert (2, 11, "pretrain") in mistakes(text)
     lacking = text.replace("strategy_name: hf_train", "strategy_name: megatron_train")
     assert "actor_train.strategy_args.strategy_name" in {key for _, _, key in mistakes(lacking)}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key"),
+    [
+        ("megatron_train", "actor_train.strategy_args.strategy_name"),
+        ("fsdp2_train, strategy_config: {ulysses_size: 2}", "actor_train.strategy_args.strategy_config"),
+        ("fsdp2_train, strategy_config: {ring_size: 2}", "actor_train.strategy_args.strategy_config"),
+    ],
+)
+def test_strategies_without_images_are_found_without_files(here, trainer, key):
+    text = GRPO.replace("file_name: rows.jsonl", "file_name: rows.jsonl, images: pictures")
+    Path("run.yaml").write_text(text.replace("strategy_name: hf_train", f"strategy_name: {trainer}"))
+    with pytest.raises(ConfigError) as caught:
+        load("run.yaml", (), load_registry())
+    assert key in {problem.key for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("image", ["https://example.org/a.png", "missing.png", "corrupt.png", "../a.png"])
+def test_unreadable_images_of_the_first_rows_are_found(here, image):
+    write_vision_model()
+    Path("corrupt.png").write_bytes(b"\x89PNG no image")
+    write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2", "pictures": [image]})
+    text = GRPO.replace("file_name: rows.jsonl", "file_name: rows.jsonl, images: pictures")
+    assert [key for _, _, key in mistakes(text)] == ["actor_train.data_args.file_name"]
+    assert not mistakes(text.replace("images: pictures", "images: pictures, broken_images: drop"))
+
+
+def test_named_templates_are_refused_for_rows_with_images(here):
+    write_vision_model()
+    write("rows.jsonl", {"chat": [{"role": "user", "content": IMAGE_PART}], "ground_truth": "2"})
+    Image.new("RGB", (28, 28)).save("a.png")
+    text = GRPO.replace("file_name: rows.jsonl", "file_name: rows.jsonl, messages: chat, template: chatml")
+    assert [key for _, _, key in mistakes(text)] == ["actor_train.data_args.template"]
 
 
 @pytest.mark.parametrize("name", ["images", "image", "videos", "audio"])

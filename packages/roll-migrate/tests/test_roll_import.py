@@ -790,9 +790,41 @@ def test_columns_of_images_are_imported(name, keys, role, registry, tmp_path):
         put(data, tuple(key.split(".")), value)
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(data))
-    imported = import_roll(file, registry).config[role]["data_args"]
-    assert imported["images"] == "images"
-    assert imported.get("max_pixels") == (100000 if name == "rlvr_images" else None)
+    imported = import_roll(file, registry).config[role]
+    data_args = imported["data_args"]
+    assert data_args["images"] == "images"
+    assert data_args.get("max_pixels") == (100000 if name == "rlvr_images" else None)
+    assert imported["model_args"].get("freeze") == (None if "student.data_args.image_key" in keys else [])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "freeze"),
+    [
+        ("vision_model", ["vision", "projector"]),
+        ("vision_tower", ["vision"]),
+        ("model.visual,multi_modal_projector", ["vision", "projector"]),
+        (None, []),
+        ("language_model", None),
+    ],
+)
+def test_frozen_parts_are_imported(prefix, freeze, registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data
+    data["pretrain"] = "Qwen/Qwen3-VL-4B-Instruct"
+    put(data, ("actor_train", "model_args", "freeze_module_prefix"), prefix)
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(data))
+    model_args = import_roll(file, registry).config["actor_train"]["model_args"]
+    assert model_args.get("freeze") == freeze
+    assert ("freeze_module_prefix" in model_args) is (freeze is None)
+
+
+def test_rewards_for_detection_become_functions(registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data
+    worker = "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker"
+    put(data, ("rewards", "math", "worker_cls"), worker)
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(data))
+    assert import_roll(file, registry).config["rewards"]["math"]["reward"] == "function"
 
 
 def test_rollouts_without_training_become_an_evaluation(registry, tmp_path):

@@ -687,6 +687,15 @@ def test_columns_of_images_are_imported(name, keys, column, freeze, registry, tm
     assert imported.config["actor_train"]["model_args"]["freeze"] == freeze
 
 
+@pytest.mark.parametrize(
+    ("excluded", "kept"), [(".*visual.*", False), ("'.*vision_tower.*'", False), ("lm_head", True)]
+)
+def test_adapters_exclude_the_image_encoder_by_default(excluded, kept, registry, tmp_path):
+    keys = f"actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.exclude_modules={excluded}"
+    imported = script(f"{PPO} data.train_files=a.parquet {keys}\n", registry, tmp_path)
+    assert ("actor_rollout_ref" in imported.config) is kept
+
+
 def test_models_with_audio_are_refused_by_name(registry, tmp_path):
     name = "Qwen/Qwen2.5-Omni-7B"
     with raises_error(UnsupportedError, name, f"{tmp_path / 'run.sh'}:1"):

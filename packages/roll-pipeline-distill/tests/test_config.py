@@ -314,3 +314,18 @@ def test_rows_are_checked_for_what_the_config_reads(tmp_path):
         check({"distill_data": "dataset"}, {"prompt": "1"})
     with raises_error(DataError, "ids"):
         check({"distill_data": "dataset", "kd_support": "stored", "kd_ids": "ids"}, {"prompt": "1", "response": "2"})
+
+
+def test_image_after_the_first_reply_is_refused():
+    part = {"type": "image", "image": "a.png"}
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": [part]},
+    ]
+    values = {"chat": [*chat, {"role": "assistant", "content": "c"}], "hint": "h"}
+    data = DataArguments(file_name="rows.jsonl", messages="chat")
+    rows = Rows([("rows.jsonl", [values])], data)
+    DistillConfig.check_rows("actor_train", rows, data, {"distill_data": "dataset"})
+    with raises_error(DataError, "rows.jsonl row 1", "teacher_prompt"):
+        DistillConfig.check_rows("actor_train", rows, data, {"distill_data": "dataset", "teacher_prompt": "hint"})

@@ -53,7 +53,9 @@ MODEL: Table = {
         " strategies unless `0`",
         values.moe_aux_loss_coef,
     ),
-    "freeze_module_prefix": refused("modules cannot be frozen"),
+    "freeze_module_prefix": change(
+        "→ `freeze` of a model with images, if it names the encoder or the projector", values.freeze
+    ),
     "gradient_checkpointing_use_reentrant": unneeded("it does not affect results"),
     **keys("model_type num_labels", unneeded("the role determines what a model computes")),
     "device_map": unneeded("set by device_mapping"),
@@ -571,7 +573,13 @@ def _evaluated(trained: str, **columns: str) -> tuple[Default, ...]:
     images = Default(
         f"{trained}.data_args.images", "images", has_images, "the config does not name the column of images: check it"
     )
-    return (*defaults, images, *map(like_trained, COLUMNS))
+    freeze = Default(f"{trained}.model_args.freeze", lambda source, _: [], _trains_images, "ROLL trains the encoder")
+    return (*defaults, images, freeze, *map(like_trained, COLUMNS))
+
+
+def _trains_images(source: Mapping[str, Any]) -> bool:
+    roles = [role for role in source.values() if isinstance(role, dict) and isinstance(role.get("model_args"), dict)]
+    return has_images(source) and not any(role["model_args"].get("freeze_module_prefix") for role in roles)
 
 
 def _expands(source: Mapping[str, Any]) -> bool:

@@ -45,7 +45,7 @@ WITHOUT_IMAGES = ("agentic", "on-policy distillation", "Reward-FL")
 """Pipelines whose configs with images are not imported."""
 MODELS = ("pretrain", "model_name_or_path", "template", "reward_pretrain", "student_pretrain", "teacher_pretrain")
 """Keys whose values tell whether a model reads images."""
-REWARDS_OF_IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker")
+REWARDS_OF_VIDEO = ("VideoR1RewardWorker",)
 
 
 def recognise(data: Mapping[str, Any], written: Positions) -> str:
@@ -92,7 +92,7 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     if data.get("actor_train") is None:
         return "rollout-only", "rollouts but no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
     for domain, reward in (data["rewards"] if isinstance(data["rewards"], dict) else {}).items():
-        if str(value_at(reward, ("worker_cls",))).endswith(REWARDS_OF_IMAGES):
+        if str(value_at(reward, ("worker_cls",))).endswith(REWARDS_OF_VIDEO):
             return "rlvr with images", "images or video", ("rewards", str(domain), "worker_cls")
     return kind
 

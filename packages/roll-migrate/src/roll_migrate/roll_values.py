@@ -465,6 +465,28 @@ def lora(value: Any, key: Key) -> Outcome:
     return key.unchanged()
 
 
+FROZEN = {
+    "vision_model": ["vision", "projector"],
+    "visual": ["vision", "projector"],
+    "vision_tower": ["vision"],
+    "multi_modal_projector": ["projector"],
+}
+"""Prefixes of parameters, of Megatron's models and of transformers', and the parts that have them."""
+
+
+def freeze(value: Any, key: Key) -> Outcome:
+    """ROLL freezes the parameters whose names have one of these prefixes."""
+    if value is None:
+        return key.unneeded("nothing is frozen")
+    if key.role[0] not in ("actor_train", "sft_train", "student"):
+        return key.unneeded("only the trained role has trained parameters")
+    names = [name.strip().removeprefix("model.") for name in str(value).split(",")]
+    if not all(name in FROZEN for name in names):
+        return key.refused(f"only parts of a model with images can be frozen: {', '.join(FROZEN)}")
+    parts = [part for part in ("vision", "projector") if any(part in FROZEN[name] for name in names)]
+    return key.changed({(*key.role, "model_args", "freeze"): parts}, f"the parts named {', '.join(names)}")
+
+
 def ulysses_size(value: Any, key: Key) -> Outcome:
     """Only ROLL's fsdp2 strategy reads it."""
     if is_neutral(value, (1,)):

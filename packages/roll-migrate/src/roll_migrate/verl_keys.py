@@ -212,6 +212,7 @@ def loggers(source: Mapping[str, Any]) -> list[Any]:
 
 
 FROZEN = ["vision", "projector"]
+OF_IMAGES = ("visual", "vision")
 
 
 def audio(value: Any, key: Key) -> Outcome:
@@ -248,6 +249,12 @@ def _frozen(value: Any, key: Key) -> Outcome:
     return key.changed(
         {"actor_train.model_args.freeze": FROZEN if value else []}, "verl's tower includes the projector"
     )
+
+
+def _excluded(value: Any, key: Key) -> Outcome:
+    if value is None or (any(word in str(value) for word in OF_IMAGES) and "language" not in str(value)):
+        return key.unneeded("adapters leave out the image encoder and the projector")
+    return key.refused(ADAPTERS)
 
 
 def has_images(source: Mapping[str, Any]) -> bool:
@@ -788,7 +795,8 @@ MODEL: Table = {
     "use_remove_padding": unneeded("sequences are always packed"),
     "override_config": AnyName(nested(_model_config)),
     **keys("hf_config_path tokenizer_path custom_chat_template external_lib", refused("the model's own is used")),
-    **keys("exclude_modules lora_adapter_path", refused(ADAPTERS)),
+    "exclude_modules": nested(_excluded),
+    "lora_adapter_path": refused(ADAPTERS),
     "enable_activation_offload": if_on(_activation_offload),
     **keys("use_shm use_liger use_fused_kernels fused_kernel_options tiled_mlp", FASTER),
     "mtp": switched("multi-token prediction layers are not trained"),

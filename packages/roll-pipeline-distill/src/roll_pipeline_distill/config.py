@@ -48,6 +48,7 @@ Divergence = Literal[
 """Values of the config key `kd_objective`; see `divergences.divergence`."""
 Tail = Literal["bucket", "renormalise", "drop"]
 """Values of the config key `kd_tail`; see `divergences.with_tail`."""
+LATER_IMAGE = "{}: teacher_prompt replaces the prompt, but an image follows the first reply"
 POLICY_LOSS = Needs("trains_policy", strict=True, remedy="set kd_placement: advantage or task_coef")
 TASK_REWARDS = Needs("task_coef", strict=True)
 REWARDS = Needs("rewards", strict=True, remedy="configure rewards")
@@ -238,7 +239,10 @@ class DistillConfig(PromptRunConfig):
             need_column(prompt, rows)
         if values.get("distill_data") in ("dataset", "mix"):
             for row in rows:
-                messages_of(row, data, rows, response=True)
+                messages = messages_of(row, data, rows, response=True)
+                first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+                if isinstance(prompt, str) and any(message.get("media") for message in messages[first:]):
+                    raise DataError(LATER_IMAGE.format(row.where))
         if values.get("kd_support") == "stored":
             columns = {
                 name: str(values.get(name, cls.model_fields[name].default)) for name in ("kd_ids", "kd_logprobs")

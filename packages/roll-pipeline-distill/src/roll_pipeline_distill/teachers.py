@@ -21,6 +21,7 @@ from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.rollout import Columns
 from roll_core.spec.train import WantedOutputs
 from roll_core.types import GenerateRequest, SamplingParams
+from roll_pipeline_distill.config import LATER_IMAGE
 from roll_pipeline_distill.divergences import overlap
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class Teachers:
             return sequence
         start = prompt_length(sequence)
         if self.encoder.is_media(sequence.tokens[start:]).any():
-            raise DataError(f"{source.where}: teacher_prompt replaces the prompt, but an image follows the first reply")
+            raise DataError(LATER_IMAGE.format(source.where))
         prompt, media = self._prompt(source, sequence.media)
         mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), sequence.loss_mask[start:]])
         ids = sequence.gather_ids

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from roll_core.config.explain import Finding
 from roll_core.config.schema import sections
+from roll_core.config.strategies import named_media, unread_media
 from roll_core.data.rows import (
     Rows,
     are_chats,
@@ -30,22 +32,13 @@ from roll_core.data.rows import (
 )
 from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
-from roll_core.errors import DataError, ModelError
-from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import (
-    DataArguments,
-    InferWorkerConfig,
-    RewardConfig,
-    RewardKeys,
-    StrategyConfig,
-    WorkerConfig,
-)
+from roll_core.errors import DataError, MissingRequirementError, ModelError
+from roll_core.spec.config import DataArguments, RewardConfig, RewardKeys, WorkerConfig
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
-from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_core.spec.rollout import IMAGE, MEDIA_KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from roll_core.config.source import KeyPath
     from roll_core.data.rows import Row
@@ -55,6 +48,8 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 100
 """Number of rows that are checked in each data file."""
+FIRST_IMAGES = 10
+"""Number of rows whose images are read."""
 TIMEOUT_S = 30
 """Time limit in seconds for importing reward code; the rewards are imported in parallel."""
 
@@ -87,8 +82,12 @@ class FileCheck:
         for path, arguments in _data_arguments(schema, data):
             findings += self._rows(path, arguments, schema, data, rows)
         for kind in MEDIA_KINDS:
-            if where := _place_of_media(kind, schema, data, rows):
-                findings += self._media(kind, where, schema, data, registry)
+            where = named_media(kind, schema, data)
+            if not where and (where := _row_with_media(kind, schema, data, rows)):
+                findings += unread_media(kind, where, schema, data, registry)
+            if where:
+                findings += self._media(kind, where, schema, data)
+                findings += _named_templates(kind, schema, data, rows)
         findings += self._rewards(schema, data, rows)
         output, name = (data.get(key, schema.model_fields[key].default) for key in ("output_dir", "exp_name"))
         if isinstance(output, str) and isinstance(name, str):
@@ -163,15 +162,17 @@ class FileCheck:
             missing = list(_missing_columns(path, data, rows, needed))
             yield from missing
             try:
-                for row in rows if needed and not missing else ():
-                    messages_of(row, data, rows, response="response" in needed)
+                for index, row in enumerate(rows if needed and not missing else ()):
+                    messages = messages_of(row, data, rows, response="response" in needed)
+                    if index < FIRST_IMAGES and data.broken_images == "error":
+                        _load_images(messages, row, data)
                 if len(path) == 2:
                     schema.check_rows(path[0], rows, data, values)
                 if len(path) == 2 and data.template == "native" and _have_roles(rows, data):
                     yield from self._without_template(path, schema, values, rows)
                 if needed and not missing:
                     yield from self._too_long(name, rows, data, schema, values, response="response" in needed)
-            except DataError as error:
+            except (DataError, MissingRequirementError) as error:
                 yield Finding(key_path, str(error), code=getattr(error, "code", "ROLL-C040"))
 
     def _without_template(
@@ -258,44 +259,11 @@ class FileCheck:
         return count
 
     def _media(
-        self, kind: MediaKind, where: str, schema: type[RunConfig], data: Mapping[Any, Any], registry: Registry
+        self, kind: MediaKind, where: str, schema: type[RunConfig], data: Mapping[Any, Any]
     ) -> Iterator[Finding]:
-        """Yield a mistake for each role that cannot read the images or videos of rows, and for a model without a
-        processor."""
+        """Yield a mistake for a model without a processor of images or videos."""
         from roll_core.data.processor import has_processor, reads_videos
 
-        roles: dict[KeyPath, tuple[str, Any, Any]] = {}
-        policy = data.get(schema.policy_role)
-        for path, worker, role in sections(schema, dict(data), WorkerConfig):
-            receives = issubclass(worker, InferWorkerConfig) and worker.receives_weights
-            model = policy if receives and isinstance(policy, dict) else role
-            roles[path] = worker.kind, role.get("strategy_args"), model.get("model_args")
-        for path, reward in _rewards(data).items():
-            strategy = reward.strategy_args
-            strategy_args = None if strategy is None else strategy.model_dump()
-            roles[path] = reward.kind, strategy_args, reward.model_args.model_dump()
-        for path, (role_kind, arguments, model_args) in roles.items():
-            name = arguments.get("strategy_name") if isinstance(arguments, dict) else None
-            known: Sequence[InferProvider] | Sequence[TrainProvider] = (
-                registry.providers(InferProvider) if role_kind == "generate" else registry.providers(TrainProvider)
-            )
-            provider = next((provider for provider in known if provider.name == name), None)
-            if role_kind == "reward" or provider is None:
-                continue
-            if kind in provider.capabilities.media:
-                if kind == "image" and isinstance(provider, InferProvider):
-                    keys = model_keys(model_args, data.get("pretrain"))
-                    yield from _unread_images(registry, provider, arguments, keys, path)
-                continue
-            able = [
-                other.name
-                for other in known
-                if kind in other.capabilities.media
-                and not (role_kind == "train" and getattr(other, "forward_only", False))
-            ]
-            message = f"{name} does not read {kind}s, but {where}"
-            hint = f"strategies that read {kind}s: {', '.join(able) or 'none'}"
-            yield Finding((*path, "strategy_args", "strategy_name"), message, hint, code="ROLL-C017")
         source = self._tokenizer_source(schema, data)
         if data.get("tokenizer") is not None:
             message = (
@@ -385,31 +353,42 @@ def _data_arguments(schema: type[RunConfig], data: Mapping[Any, Any]) -> Iterato
             continue
 
 
-def _place_of_media(
+def _load_images(messages: Iterable[Mapping[str, Any]], row: Row, data: DataArguments) -> None:
+    """Raise `DataError` for an image that a run could not read. Images that a run drops for their size pass."""
+    items = [item for message in messages for item in message.get("media", ())]
+    images = [item for item in items if getattr(item, "kind", "") != "video"]
+    if not images:
+        return
+    from roll_core.data.media import OversizedImageError, load_image
+
+    for image in images:
+        with suppress(OversizedImageError):
+            load_image(image, row.where, data, row.folder)
+
+
+def _row_with_media(
     kind: MediaKind, schema: type[RunConfig], values: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
 ) -> str:
-    """Where the data of a run have images or videos; empty if nowhere."""
+    """Which row has images or videos, though no key names a column of them; empty if none."""
     for path, data in _data_arguments(schema, values):
-        if getattr(data, f"{kind}s") is not None:
-            return f"{'.'.join(path)}.{kind}s names a column of {kind}s"
-        for row in (row for file_rows in rows.get(path, ()) for row in file_rows):
-            if has_media(row, data, kind):
-                return f"{row.where} has {'an image' if kind == 'image' else 'a video'}"
+        if row := _with_media(kind, data, rows.get(path, ())):
+            return f"{row.where} has {'an image' if kind == 'image' else 'a video'}"
     return ""
 
 
-def _unread_images(
-    registry: Registry, provider: InferProvider, arguments: Mapping[str, Any], keys: Mapping[str, Any], path: KeyPath
+def _with_media(kind: MediaKind, data: DataArguments, files: Iterable[Rows]) -> Row | None:
+    return next((row for file_rows in files for row in file_rows if has_media(row, data, kind)), None)
+
+
+def _named_templates(
+    kind: MediaKind, schema: type[RunConfig], values: Mapping[Any, Any], rows: Mapping[KeyPath, list[Rows]]
 ) -> Iterator[Finding]:
-    """Yield the mistake of an engine that does not read images with the model of `keys`."""
-    try:
-        config = schema_of(provider, StrategyConfig, owner=registry.owner(provider))
-        config.model_validate(arguments.get("strategy_config") or {}).check_images(keys)
-    except ValidationError:  # the validation of the whole config reports it
-        return
-    except ValueError as error:
-        at_name = (*path, "strategy_args", "strategy_name")
-        yield Finding(at_name, f"{provider.name} of {'.'.join(path)}: {error}", code="ROLL-C017")
+    """Yield a mistake for each named template of rows with images or videos."""
+    for path, data in _data_arguments(schema, values):
+        if data.template != "native" and (row := _with_media(kind, data, rows.get(path, ()))):
+            message = f"is {data.template}, which has no placeholder for {kind}s, but {row.where} has one"
+            hint = f"set it to native, with a model whose own chat template renders {kind}s"
+            yield Finding((*path, "template"), message, hint, code="ROLL-C040")
 
 
 def _missing_columns(path: KeyPath, data: DataArguments, rows: Rows, needed: tuple[str, ...]) -> Iterator[Finding]:

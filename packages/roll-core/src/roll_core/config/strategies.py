@@ -6,19 +6,25 @@ import importlib.util
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from roll_core.config.executors import separate_processes_finding
 from roll_core.config.explain import Finding
+from roll_core.config.schema import sections
 from roll_core.config.weight_transports import weight_finding
 from roll_core.errors import PluginError, install_command
 from roll_core.plugins.targets import schema_of
 from roll_core.spec.config import (
     EMBEDDINGS,
+    DataArguments,
     EngineRewardConfig,
     InferWorkerConfig,
     ModelArguments,
+    RewardConfig,
     RunConfig,
     StrategyConfig,
     TrainWorkerConfig,
+    WorkerConfig,
 )
 from roll_core.spec.devices import parse_device_mapping
 from roll_core.spec.model import model_keys
@@ -33,11 +39,12 @@ from roll_core.spec.providers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from roll_core.config.parts import Parts
     from roll_core.config.source import KeyPath
-    from roll_core.spec.config import WorkerConfig
+    from roll_core.plugins.registry import Registry
+    from roll_core.spec.rollout import MediaKind
 
 
 class StrategyCheck:
@@ -528,3 +535,79 @@ def _trains_adapters(model_args: dict[Any, Any]) -> bool:
 def _runs(capabilities: TrainCapabilities, optimizer: OptimizerProvider) -> bool:
     """True if a strategy runs this optimizer, which is not AdamW."""
     return capabilities.optimizers == "any" or (capabilities.optimizers == "elementwise" and optimizer.elementwise)
+
+
+# -- images and videos -------------------------------------------------------------------------------------------------
+
+
+def named_media(kind: MediaKind, schema: type[RunConfig], data: Mapping[Any, Any]) -> str:
+    """Which key names a column of images or videos; empty if none."""
+    for path, _, arguments in sections(schema, dict(data), DataArguments):
+        if arguments.get(f"{kind}s") is not None:
+            return f"{'.'.join(path)}.{kind}s names a column of {kind}s"
+    return ""
+
+
+def unread_media(
+    kind: MediaKind, where: str, schema: type[RunConfig], data: Mapping[Any, Any], registry: Registry
+) -> Iterator[Finding]:
+    """Yield a mistake for each role that cannot read the images or videos that the data have, as `where` says."""
+    roles: dict[KeyPath, tuple[str, Any, Any]] = {}
+    policy = data.get(schema.policy_role)
+    for path, worker, role in sections(schema, dict(data), WorkerConfig):
+        receives = issubclass(worker, InferWorkerConfig) and worker.receives_weights
+        model = policy if receives and isinstance(policy, dict) else role
+        roles[path] = worker.kind, role.get("strategy_args"), model.get("model_args")
+    for group_name, group in data.items():
+        for domain, reward in group.items() if isinstance(group, dict) else ():
+            if isinstance(reward, RewardConfig) and reward.strategy_args is not None:
+                model_args = reward.model_args.model_dump()
+                roles[group_name, str(domain)] = reward.kind, reward.strategy_args.model_dump(), model_args
+    for path, (role_kind, arguments, model_args) in roles.items():
+        strategy = arguments if isinstance(arguments, dict) else {}
+        name = strategy.get("strategy_name")
+        known: Sequence[InferProvider] | Sequence[TrainProvider] = (
+            registry.providers(InferProvider) if role_kind == "generate" else registry.providers(TrainProvider)
+        )
+        provider = next((provider for provider in known if provider.name == name), None)
+        if role_kind == "reward" or provider is None:
+            continue
+        if kind in provider.capabilities.media:
+            keys = model_keys(model_args, data.get("pretrain"))
+            yield from _unread_as_configured(kind, where, path, provider, strategy, keys, registry)
+            continue
+        able = [
+            other.name
+            for other in known
+            if kind in other.capabilities.media and not (role_kind == "train" and getattr(other, "forward_only", False))
+        ]
+        message = f"{name} does not read {kind}s, but {where}"
+        hint = f"strategies that read {kind}s: {', '.join(able) or 'none'}"
+        yield Finding((*path, "strategy_args", "strategy_name"), message, hint, code="ROLL-C017")
+
+
+def _unread_as_configured(
+    kind: MediaKind,
+    where: str,
+    path: KeyPath,
+    provider: TrainProvider | InferProvider,
+    strategy: Mapping[str, Any],
+    keys: Mapping[str, Any],
+    registry: Registry,
+) -> Iterator[Finding]:
+    """Yield the mistake of a strategy that does not read images with the model of `keys`, or splits sequences."""
+    schema = schema_of(provider, StrategyConfig, owner=registry.owner(provider))
+    at_name, at_config = ((*path, "strategy_args", key) for key in ("strategy_name", "strategy_config"))
+    try:
+        config = schema.model_validate(strategy.get("strategy_config") or {})
+        if kind == "image" and isinstance(provider, InferProvider):
+            config.check_images(keys)
+    except ValidationError:  # the validation of the whole config reports it
+        return
+    except ValueError as error:
+        yield Finding(at_name, f"{provider.name} of {'.'.join(path)}: {error}", code="ROLL-C017")
+        return
+    size = config.parallel_sizes().get("context_parallel", 1)
+    if size > 1:
+        message = f"context parallelism (size {size}) does not support {kind}s, but {where}"
+        yield Finding(at_config, message, "set its size to 1", code="ROLL-C018")

@@ -21,7 +21,7 @@ from roll_core.config.mistakes import subject_of, take_out, validate_all
 from roll_core.config.parts import Parts
 from roll_core.config.positions import COMMAND_LINE, KeyLocation
 from roll_core.config.schema import members, paths, schema_at, sections
-from roll_core.config.strategies import StrategyCheck
+from roll_core.config.strategies import StrategyCheck, named_media, unread_media
 from roll_core.config.unknown_keys import meant
 from roll_core.errors import ConfigError, ConfigProblem, closest
 from roll_core.plugins.registry import is_user_function
@@ -39,6 +39,7 @@ from roll_core.spec.providers import (
     TrackerProvider,
     WeightTransportProvider,
 )
+from roll_core.spec.rollout import MEDIA_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,6 +100,9 @@ def validate(
     for path, _, environment in sections(schema, data, CustomEnvConfig):
         _check_custom_environment(parts, schema, path, environment)
     _check_named_parts(parts, schema)
+    for kind in MEDIA_KINDS:
+        if where := named_media(kind, schema, data):
+            parts.findings += unread_media(kind, where, schema, data, registry)
     check_executor(parts, {path: role for path, _, role in raw_roles})
     config, mistakes = validate_all(schema, data, owner, composed.broken)
     parts.findings += mistakes
