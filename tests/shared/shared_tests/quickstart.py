@@ -173,6 +173,29 @@ class QuickStartTests:
         assert left.record["weight_transports"] == {"actor_train -> actor_infer": "shm"}
         assert max(line["rollout/staleness/max"] for line in left.metrics) <= 1
 
+    @pytest.mark.slow
+    def test_evaluation_equals_that_with_the_embedded_engine(self, pretrained: Path, tmp_path: Path) -> None:
+        """`roll-core eval` of the taught model: the most likely tokens, in fp32, have the same scores."""
+        scores = []
+        for name, settings in ((self.engine, self.settings), ("hf_infer", {})):
+            folder, strategy = tmp_path / name, "actor_infer.strategy_args"
+            command = self._command(
+                "grpo.yaml",
+                f"output_dir={folder}",
+                f"validation.data_args.file_name={pretrained}/val.jsonl",
+                "+validation.data_args.max_samples=64",
+                "validation.generating_args.temperature=0",
+                f"{strategy}.strategy_name={name}",
+                *(f"+{strategy}.strategy_config.{key}={json.dumps(value)}" for key, value in settings.items()),
+            )
+            command[3:4] = ["eval", str(pretrained / "quickstart-sft" / "latest" / "export")]
+            log = tmp_path / f"{name}.txt"
+            self._end(self._begin(command, log), log)
+            (last,) = FinishedRun(folder / "quickstart-grpo-eval" / "latest").metrics
+            scores.append({key: value for key, value in last.items() if key.startswith("val/")})
+        assert scores[0] == scores[1]
+        assert 0 < scores[0]["val/score/mean"] < 1
+
     @pytest.mark.ray
     @pytest.mark.slow
     @pytest.mark.timeout(2 * FULL_RUN_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from roll_core.spec.hooks import hookimpl
-from roll_core.spec.providers import CheckProvider, EnvironmentProvider, RewardProvider
+from roll_core.spec.providers import CheckProvider, EnvironmentProvider, FragmentProvider, RewardProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +60,18 @@ def roll_rewards() -> Iterator[RewardProvider]:
         yield RewardProvider(
             name=name, target=f"roll_rewards.{target}", config=f"roll_rewards.config:{schema}", summary=summary
         )
+
+
+@hookimpl
+def roll_config_fragments() -> Iterator[FragmentProvider]:
+    """Columns, sampling parameters and rewards of benchmarks, for `pipeline: evaluate`."""
+    for name, summary in (
+        ("gsm8k", "GSM8K: one greedy response"),
+        ("math_500", "MATH-500: four responses, by subject"),
+        ("aime", "AIME: 64 responses"),
+        ("ifeval", "IFEval: one greedy response, all instructions"),
+    ):
+        yield FragmentProvider(name=name, target=f"roll_rewards.fragments.config:{name}.yaml", summary=summary)
 
 
 @hookimpl
