@@ -9,6 +9,7 @@ T flat tokens    N rows    H query heads    K key/value heads    G = H / K    D 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from roll_modeling.layout import adjacent
 from roll_modeling.memory import padded_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
     from torch import Tensor
@@ -104,6 +105,8 @@ class Projection:
 class Layer:
     """Weights of one decoder layer, with fused projections."""
 
+    path: str
+    """Name of the layer in the model."""
     input_norm: Tensor
     qkv: Projection
     qk_norm_HD: Tensor | None
@@ -139,6 +142,7 @@ class Decoder(Runner):
         self._set_lengths(np.zeros(0, dtype=np.int64))
         self._zero = torch.zeros(1, dtype=self.cache_dtype(), device=self.device)
         self._cos = self._sin = torch.empty(0)
+        self._recorded: dict[str, Tensor] | None = None
         self.refresh()
 
     def cache_dtype(self) -> torch.dtype:
@@ -148,6 +152,22 @@ class Decoder(Runner):
         bytes.
         """
         return self._math_dtype
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[str, Tensor]]:
+        """Record the activations of prefills."""
+        self._recorded = {}
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    def _record(self, path: str, **activations: Tensor) -> None:
+        """Keep activations below the module `path`, if they are recorded; `__input` is an input."""
+        if self._recorded is not None:
+            for name, tensor in activations.items():
+                point = ".".join(filter(None, (path, name.replace("__", ":"))))
+                self._recorded[point] = tensor.detach().flatten(1).to("cpu", torch.float32, copy=True)
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -192,6 +212,7 @@ class Decoder(Runner):
         # `non_blocking`, or torch waits until the device has done all earlier work.
         cos_T1D, sin_T1D = self._rope(positions_T.to(self.device, non_blocking=True))
         hidden = F.embedding(tokens_T.to(self.device, non_blocking=True), self._embedding)
+        self._record("model", embed_tokens=hidden)
         bounds = np.cumsum([0] + [chunk.end - chunk.begin for chunk in chunks])
         for index, layer in enumerate(self._layers):
             qk, value = self._project(layer, hidden, cos_T1D, sin_T1D)
@@ -202,7 +223,9 @@ class Decoder(Runner):
             chunk.prompt.done = chunk.end
             if chunk.prompt.logprobs_wanted:
                 self._score(chunk, hidden[bounds[i] : bounds[i + 1]])
-        return self._logits(hidden[lasts])
+        if self._recorded is not None:
+            self._logits(hidden)
+        return self._logits(hidden[lasts], record=False)
 
     def _attend_chunks(
         self, index: int, chunks: Sequence[PromptChunk], bounds: npt.NDArray[np.int64], qk: Tensor, value: Tensor
@@ -374,25 +397,47 @@ class Decoder(Runner):
 
     def _project(self, layer: Layer, hidden: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys `[T, H + K, D]`, normed and rotated (RoPE), and values `[T, K, D]`."""
-        qkv = layer.qkv(self._norm(hidden, layer.input_norm))
+        normed = self._norm(hidden, layer.input_norm)
+        qkv = layer.qkv(normed)
         heads = qkv.to(self._math_dtype).view(len(hidden), -1, self.head_dim)
         turned = self.num_heads + self.num_kv_heads
         qk, value = heads[:, :turned], heads[:, turned:]
+        if self._recorded is not None:
+            self._record(layer.path, input_layernorm=normed)
+            query, key = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            self._record(f"{layer.path}.self_attn", q_proj=query, k_proj=key, v_proj=value)
         if layer.qk_norm_HD is not None:
             # The norm is float32; as in transformers, it is rounded before the weight is applied.
             qk = (qk * self._inverse_rms(qk, self._qk_epsilon)).to(self._math_dtype).mul_(layer.qk_norm_HD)
+            query, key = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            self._record(f"{layer.path}.self_attn", q_norm=query, k_norm=key)
         swapped = torch.roll(qk, self.head_dim // 2, dims=-1)
         return torch.addcmul(qk * cos_T1D, swapped, sin_T1D), value
 
     def _finish_layer(self, layer: Layer, hidden: Tensor, attended: Tensor) -> None:
         """Apply the output projection and the MLP; adds both to `hidden` in place."""
-        hidden.add_(layer.out(attended.flatten(1).to(self.dtype)))
-        gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
+        attended = attended.flatten(1).to(self.dtype)
+        attention_output = layer.out(attended)
+        hidden.add_(attention_output)
+        normed = self._norm(hidden, layer.mlp_norm)
+        gate_up = layer.gate_up(normed)
         gate, up = gate_up.chunk(2, dim=-1)
-        hidden.add_(layer.down(F.silu(gate).mul_(up)))
+        if self._recorded is not None:
+            self._record(f"{layer.path}.self_attn", o_proj__input=attended, o_proj=attention_output)
+            self._record(layer.path, post_attention_layernorm=normed)
+            self._record(f"{layer.path}.mlp", gate_proj=gate, up_proj=up)
+        activated = F.silu(gate).mul_(up)
+        mlp_output = layer.down(activated)
+        self._record(f"{layer.path}.mlp", down_proj__input=activated, down_proj=mlp_output)
+        hidden.add_(mlp_output)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self._head(self._norm(hidden, self._final_norm)).float()
+    def _logits(self, hidden: Tensor, *, record: bool = True) -> Tensor:
+        normed = self._norm(hidden, self._final_norm)
+        logits = self._head(normed).float()
+        if record:
+            self._record("model", norm=normed)
+            self._record("", lm_head=logits)
+        return logits
 
     def _norm(self, x_TC: Tensor, weight_C: Tensor) -> Tensor:
         """RMSNorm with the rounding of transformers: float32 until the weight is applied.
@@ -414,7 +459,7 @@ class Decoder(Runner):
     def refresh(self) -> None:
         """Rebuild the fused views of the model's parameters and the tensors derived from them."""
         inner = self._model.model
-        self._layers = [self._layer(layer) for layer in inner.layers]
+        self._layers = [self._layer(f"model.layers.{index}", layer) for index, layer in enumerate(inner.layers)]
         self._embedding = inner.embed_tokens.weight.detach()
         self._final_norm = inner.norm.weight.detach()
         self._head = self._projection(self._model.lm_head)
@@ -428,7 +473,7 @@ class Decoder(Runner):
         self._rows.release()
         del self._layers, self._embedding, self._final_norm, self._head
 
-    def _layer(self, layer: Any) -> Layer:
+    def _layer(self, path: str, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         qk_norm = None
         if hasattr(attention, "q_norm"):
@@ -436,6 +481,7 @@ class Decoder(Runner):
             qk_norm = torch.cat([query.expand(self.num_heads, -1), key.expand(self.num_kv_heads, -1)])
             qk_norm = qk_norm.to(self._math_dtype)
         return Layer(
+            path=path,
             input_norm=layer.input_layernorm.weight.detach(),
             qkv=self._projection(attention.q_proj, attention.k_proj, attention.v_proj),
             qk_norm_HD=qk_norm,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.infer import MetricKind
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
+    from roll_core.types import Completion, GenerateRequest, TokenIds, WeightManifest, WeightReceipt
     from roll_infer_hf.core import EngineCore
     from roll_infer_hf.loaded_weights import Replaceable
     from roll_infer_hf.runner import Runner
@@ -130,6 +130,20 @@ class HFInferStrategy(InferStrategy):
             functools.partial(self._update, version, manifest, tensors, shared=shared)
         )
         return receipt
+
+    async def activations(self, tokens: TokenIds) -> Mapping[str, Tensor]:
+        """Activations of a prefill between two steps. No request may be running."""
+        activations: Mapping[str, Tensor] = await self._call(
+            functools.partial(self._ready_core.runner.activations, np.asarray(tokens, dtype=np.int64))
+        )
+        return activations
+
+    async def loaded_weights(self) -> Mapping[str, Tensor]:
+        """Copies of the model's parameters, between two steps."""
+        weights: Mapping[str, Tensor] = await self._call(
+            lambda: {name: parameter.detach().cpu().clone() for name, parameter in self._model.named_parameters()}
+        )
+        return weights
 
     async def sleep(self) -> None:
         """Release the KV cache, the weights and all copies made of them, between two steps.

@@ -23,12 +23,14 @@ import torch
 
 from roll_core.errors import DataError, UnsupportedError, one_line
 from roll_infer_hf.runner import CachedPrompt, PromptChunk, Runner
+from roll_modeling.activations import recorded
 from roll_modeling.model import layer_configs
 from roll_modeling.model_table import CACHE_PARAMETERS
 from roll_modeling.routing import RoutingRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     import numpy.typing as npt
     from torch import Tensor
@@ -115,6 +117,10 @@ class ModuleRunner(Runner):
             self._images.read(tokens_L, [len(tokens_L)], [request.media], ["of the prompt"])
         except DataError as error:
             raise DataError(f"request {request.id!r}: {error}") from error
+
+    def recording(self) -> AbstractContextManager[dict[str, Tensor]]:
+        """Record the activations of the module."""
+        return recorded(self._model)
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         """Estimate the cache size as that of an architecture that caches every position in every layer."""

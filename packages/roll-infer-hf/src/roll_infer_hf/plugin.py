@@ -21,6 +21,7 @@ CAPABILITIES = InferCapabilities(
     routed_experts=True,
     free_seeds=True,
     in_flight_update=True,
+    activations=True,
     device_weights=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
     keeps_weights=True,

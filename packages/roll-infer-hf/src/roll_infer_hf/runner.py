@@ -19,7 +19,8 @@ import torch
 from roll_core.types import TopTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy.typing as npt
     from torch import Tensor
@@ -114,6 +115,18 @@ class Runner(ABC):
     def check_media(self, request: GenerateRequest) -> None:
         """Process the request's images. Raises `DataError` if they do not fit its prompt."""
         return
+
+    def activations(self, tokens: TokenIds) -> Mapping[str, Tensor]:
+        """Activations of a prefill of `tokens`, see `InferStrategy.activations`. No row may be running."""
+        prompt = CachedPrompt(tokens)
+        with self.recording() as activations:
+            self.prefill([PromptChunk(prompt, 0, len(tokens))])
+        self.forget(prompt)
+        return activations
+
+    @abstractmethod
+    def recording(self) -> AbstractContextManager[dict[str, Tensor]]:
+        """Context that records the activations of forward passes."""
 
     @abstractmethod
     def fits(self, num_rows: int, num_tokens: int) -> bool:

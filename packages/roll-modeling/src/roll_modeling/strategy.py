@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import torch
 
 from roll_core.errors import UnsupportedError
-from roll_core.spec.train import PortableState, StateKind, TrainStrategy
+from roll_core.spec.train import PortableState, StateKind, TrainStrategy, WantedOutputs
+from roll_modeling.activations import recorded
 from roll_modeling.blocks import prepare_blocks, transformer_blocks
 from roll_modeling.lora import Adapters, adapters_off, add_adapters, base_name
 from roll_modeling.model import DTYPES, frozen_parameters, load_model, trained_parameters
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_core.spec.module_program import ModelLibrary
-    from roll_core.spec.train import ParameterState
+    from roll_core.spec.train import MicroBatch, ParameterState
     from roll_modeling.backbone import LanguageHead
     from roll_modeling.strategy_config import HuggingFaceConfig
 
@@ -103,6 +104,12 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
             raise UnsupportedError(f"role {self._mesh.role} only scores: it was built without training settings")
         self.offloader.need("weights", "grads", "optimizer")
         return self.optimizer
+
+    def activations(self, micro: MicroBatch) -> Mapping[str, Tensor]:
+        """Activations of a forward pass, see `TrainStrategy.activations`. Fused modules have no points inside."""
+        with recorded(self.model) as activations:
+            self.forward(micro, WantedOutputs(logprobs=True))
+        return {name: tensor[: micro.num_tokens] for name, tensor in activations.items()}  # batches may be padded
 
     # -- module programs -----------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ CAPABILITIES = TrainCapabilities(
     images=True,
     videos=True,
     portable_state=True,
+    activations=True,
     any_world_size=True,
     weight_transports=("shared", "cuda_ipc", "shm", "collective", "disk"),
 )

@@ -34,6 +34,7 @@ HF_TRAIN = TrainProvider(
         ema=True,
         module_programs=True,
         portable_state=True,
+        activations=True,
         any_world_size=True,
         router_replay=True,
         images=True,

@@ -96,6 +96,7 @@ def _mismatch(words: Sequence[str], registry: Registry) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--step", metavar="N", type=_count, help="step of the run (default: the last recorded one)")
+    parser.add_argument("--engine", metavar="NAME", help="compare with this engine instead of the config's")
     parser.add_argument(
         "--threshold", metavar="NATS", type=_amount, help="largest accepted gap (default: the noise of the dtypes)"
     )
@@ -109,6 +110,7 @@ def _mismatch(words: Sequence[str], registry: Registry) -> int:
         overrides,
         registry,
         step=options.step,
+        engine=options.engine,
         threshold=options.threshold,
         as_json=options.json,
     )

@@ -18,6 +18,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from roll_core.config.secrets import Redactor
+from roll_core.errors import RecordingError
+from roll_core.runtime.records.mismatch import read_logprobs
 from roll_core.runtime.records.record import read_record, write_atomically
 from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.run_files import read_lines, safe
@@ -31,6 +33,8 @@ from roll_tools.saved_record import SavedRecord, is_abandoned, read_findings, re
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from roll_core.runtime.records.mismatch import Diagnosis
 
 _LOG_LINES = 60
 _LOG_BYTES = 200_000
@@ -85,11 +89,20 @@ def write_report(run: Path) -> Path:
         environment=list(tables.environment_rows(record)),
         log=redacted("\n".join(_text_of(run_dir.log, _LOG_BYTES).splitlines()[-_LOG_LINES:])),
         written=tables.date(time.time()),
+        mismatch=_mismatch(run_dir.path),
         has_record=bool(saved),
         has_metrics=bool(metrics),
     )
     write_atomically(run_dir.report, html)
     return run_dir.report
+
+
+def _mismatch(run: Path) -> Diagnosis | None:
+    """Why engine and trainer disagree, from the logprobs of the last recorded step; None without any."""
+    try:
+        return read_logprobs(run).diagnose()
+    except RecordingError:
+        return None
 
 
 def _samples(path: Path) -> tuple[list[dict[str, Any]], int]:

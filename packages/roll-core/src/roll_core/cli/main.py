@@ -41,7 +41,7 @@ commands of roll-tools, which `pip install 'roll-core[train]'` brings:
   init [KIND] [DIR]                 write a first run: config, data and reward to edit
   plan CONFIG [key=value ...]       show the placement and memory of each role, and whether the run fits
   doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
-  doctor mismatch RUN               name the cause why trainer and engine disagree
+  doctor mismatch CONFIG | RUN      name the cause why trainer and engine disagree
   eval MODEL... CONFIG [key=value]  score models on held-out prompts, side by side
   audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.types import Completion, GenerateRequest, WeightManifest, WeightReceipt
+    from roll_core.types import Completion, GenerateRequest, TokenIds, WeightManifest, WeightReceipt
 
 
 MetricKind = Literal["sum", "mean", "max"]
@@ -94,6 +94,16 @@ class InferStrategy(ABC):
         generates nothing until an update succeeds, which is the caller's responsibility. Meanwhile running requests
         stay, new requests queue, and `abort`, `progress`, `sleep` and `stop` work.
         """
+
+    async def activations(self, tokens: TokenIds) -> Mapping[str, Tensor]:
+        """Activations `[L, W]` of a prefill of `tokens` `[L]`, float32 on the host, by point as in
+        `TrainStrategy.activations`. Called while no request runs, only with `capabilities.activations`."""
+        raise UnsupportedError(f"{type(self).__name__} returns no activations")
+
+    async def loaded_weights(self) -> Mapping[str, Tensor]:
+        """Copies of the weights that the engine computes with, by Hugging Face name. Only with
+        `capabilities.activations`."""
+        raise UnsupportedError(f"{type(self).__name__} does not return its weights")
 
     async def sleep(self) -> None:
         """Release device memory, including that of shared tensors: keep no reference to them. No effect if already

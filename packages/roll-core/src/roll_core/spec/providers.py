@@ -71,6 +71,8 @@ class TrainCapabilities:
     optimizers: Literal["adamw", "elementwise", "any"] = "adamw"
     """Optimizers besides AdamW that it runs: honours `TrainingSpec.optimizer`. `elementwise`: those of
     `OptimizerProvider.elementwise`, because a rank has only shards of matrices."""
+    activations: bool = False
+    """Returns activations by module: `TrainStrategy.activations`, for `roll-core doctor mismatch`."""
     any_world_size: bool = False
     """`load` accepts checkpoints saved by a different number of ranks."""
     weight_transports: tuple[str, ...] = ()
@@ -109,6 +111,9 @@ class InferCapabilities:
     """Seeding a request costs nothing. Rollouts are then seeded by default; `seeded_rollouts` overrides this."""
     in_flight_update: bool = False
     """`update_weights` may be called while requests run. They continue with the new weights."""
+    activations: bool = False
+    """Returns activations by module and its weights: `InferStrategy.activations` and `loaded_weights`, for `roll-core
+    doctor mismatch`."""
     endpoint: bool = False
     """Serves an OpenAI-compatible HTTP endpoint."""
     tensor_parallel: bool = False

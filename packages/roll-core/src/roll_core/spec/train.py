@@ -363,6 +363,14 @@ class TrainStrategy(ABC):
         """
         return (self.forward(micro, want) for micro in micros)
 
+    def activations(self, micro: MicroBatch) -> Mapping[str, Tensor]:
+        """Activations `[T, W]` of a forward pass of one sequence, float32 on the host, by point.
+
+        A point is the output of a module, by its name in the Hugging Face model, or the input of a linear layer, by its
+        name and `:input`. The strategy returns those that it has. Only with `capabilities.activations`.
+        """
+        raise UnsupportedError(f"{type(self).__name__} returns no activations")
+
     @abstractmethod
     def forward_backward(self, micros: Sequence[MicroBatch], loss: LossFn) -> list[LossMetrics]:
         """Add the gradients of all `micros` to the accumulated ones; returns the metrics of each microbatch.

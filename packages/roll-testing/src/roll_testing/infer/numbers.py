@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from roll_modeling.activations import recorded
 from roll_testing.bounds import check_rows
 from roll_testing.infer.engine import ask
 from roll_testing.infer.kit import InferKit
@@ -129,6 +130,26 @@ class InferNumberTests(InferKit):
             }
             expected = {request.id: oracle.prompt_logprobs(request.prompt_ids) for request in requests[:-1]}
             check_rows("prompt logprob", logprobs, expected, self.bound(setup))
+
+    def test_activations_equal_the_reference(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
+        """Activations `[L, W]` must be those of the points of transformers' model with these names, at least one, and
+        the weights must be those of the model."""
+        self.need(self.can.activations, "activations")
+        prompt = self.prompt(20)
+        activations = engine.run(lambda: engine.strategy.activations(prompt))
+        with recorded(oracle.model.module) as expected:
+            oracle.logits(prompt)
+        assert activations, "no activation"
+        unknown = activations.keys() - expected.keys()
+        assert not unknown, f"points that transformers' model does not have: {sorted(unknown)[:3]}"
+        for name, activation in activations.items():
+            assert activation.shape == expected[name].reshape(len(prompt), -1).shape, name
+            size = max(float(expected[name].abs().max()), 1.0)
+            rows = {name: (activation / size).flatten().numpy()}
+            check_rows("activation", rows, {name: (expected[name] / size).flatten().numpy()}, self.bound(setup))
+        weights = engine.run(engine.strategy.loaded_weights)
+        for name, tensor in oracle.weights().items():
+            assert name not in weights or np.array_equal(weights[name].float().numpy(), tensor.float().numpy()), name
 
     def test_the_top_tokens_of_a_prompt_equal_the_reference(self, engine: Engine, setup: Setup, oracle: Oracle) -> None:
         """Top-k logprobs `[P, K]` of a prompt must equal the reference's, best first, without temperature.

@@ -1,0 +1,355 @@
+"""The reference of `roll-core doctor mismatch`: transformers' own model in float32 with the trainer's weights.
+
+Trainer and engine are each compared with it, so that the doctor knows which side deviates. An edit changes one thing
+in the reference: a temperature, the rope base, the dtype of a norm. The edit that reproduces a side's logprobs is the
+cause of that side's gap.
+
+L tokens of a sequence, R response tokens, V vocabulary, W width of an activation.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from roll_modeling.activations import visited
+from roll_modeling.model import load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from roll_core.spec.model import ModelSpec
+    from roll_core.types import Floats, SamplingParams, TokenIds
+
+ATTENTION = "roll_mismatch"
+_ATTENTION: ContextVar[Edits | None] = ContextVar("edits of the reference's attention", default=None)
+KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("head", ("lm_head", "embed_out")),
+    ("embedding", ("embed_tokens", "wte", "embed_in")),
+    ("rope", ("rotary_emb",)),
+    ("attention", ("o_proj:input", "out_proj:input", "c_proj:input")),
+    ("activation", ("down_proj:input",)),
+    ("router", ("mlp.gate", "router")),
+    ("norm", ("norm", "layernorm", "ln_1", "ln_2", "ln_f")),
+)
+"""Kind of a point of the model, by the end of its name. The outputs of all other modules are of kind `linear`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """A sequence whose tokens from `begin` are compared."""
+
+    tokens: TokenIds
+    begin: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Edits:
+    """Changes of the reference; by default none."""
+
+    dropped: int = 0
+    """Tokens that the model does not see at the start of the prompt."""
+    num_visible: int | None = None
+    """Largest number of prompt tokens that the model sees, the last ones."""
+    prepended: tuple[int, ...] = ()
+    restarted: bool = False
+    """Positions count from 0 again at the response."""
+    jump: int = 0
+    """Added to the positions of the response."""
+    offset: int = 0
+    """Added to every position."""
+    computed_in: dict[str, torch.dtype] = field(default_factory=dict)
+    """Dtype in which the modules of a kind compute; `all` is the whole model."""
+    kv: torch.dtype | None = None
+    softmax: torch.dtype | None = None
+    window: int | None = None
+    scale: float = 1.0
+    """Factor on attention scores."""
+    rope_base: float = 1.0
+    """Exponent on the rope frequencies: log of the base over log of the model's base."""
+    rope_factor: float = 1.0
+    """Divisor of the rope frequencies: linear scaling."""
+    epsilon: float | None = None
+    """Epsilon of the norms."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Other values of parameters, by name."""
+    rounded: torch.dtype | None = None
+    """Dtype to which all matrices are rounded."""
+    temperature: float | None = None
+    """Temperature of the logprobs, instead of that of the run."""
+    softcap: float = 0.0
+    processed: bool = False
+    """Logprobs after penalty, top-k, top-p and min-p."""
+    top_p: float = 1.0
+    penalty: float = 1.0
+    shift: int = 0
+    """Tokens by which logprobs are late."""
+
+    def model_key(self) -> str:
+        """Equal for edits with equal logits."""
+        ours = ("temperature", "softcap", "processed", "top_p", "penalty", "shift", "weights")
+        parts = {name: getattr(self, name) for name in self.__slots__ if name not in ours}
+        return repr(parts) + repr({name: id(tensor) for name, tensor in self.weights.items()})
+
+
+class Reference:
+    """A float32 copy of the trainer's model."""
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], device: str = "cpu") -> None:
+        """Load the model of `spec` and give it `weights`, which may lack tied parameters."""
+        plain = replace(spec, dtype="fp32", lora=None, router_replay=False, gradient_checkpointing=False)
+        self.model: Any = load_model(plain, device=device).requires_grad_(False).eval()
+        self.parameters = dict(self.model.named_parameters())
+        self.initial = {
+            name: parameter.clone()
+            for name, parameter in self.parameters.items()
+            if name in weights and not torch.equal(parameter, weights[name].to(parameter))
+        }
+        """Values of the spec's model that differ from the trainer's."""
+        for name, tensor in weights.items():
+            if name in self.parameters:
+                self.parameters[name].copy_(tensor)
+        self.kinds = {name: kind_of(name) for name, _ in self.model.named_modules()}
+        self.base = float(_rope_base(self.model.config))
+        self.edits_attention = _use_attention(self.model)
+        self._cached: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def logprobs(
+        self, sequences: Sequence[ScoredTokens], params: SamplingParams, edits: Edits | None = None
+    ) -> list[Floats]:
+        """Logprobs of the compared tokens of each sequence, `[R]` each."""
+        edits = edits or Edits()
+        key = (edits.model_key(), *((sequence.tokens.tobytes(), sequence.begin) for sequence in sequences))
+        if key not in self._cached:
+            self._cached = {key: self._logits(sequences, edits)} | dict(list(self._cached.items())[:1])
+        return [
+            _processed(logits_RV, sequence, params, edits)
+            for logits_RV, sequence in zip(self._cached[key], sequences, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def _logits(self, sequences: Sequence[ScoredTokens], edits: Edits) -> list[Tensor]:
+        """Logits before each compared token, `[R, V]` each; one padded pass."""
+        rows, starts = [], []
+        for sequence in sequences:
+            drop = max(edits.dropped, 0 if edits.num_visible is None else sequence.begin - edits.num_visible)
+            drop = min(drop, sequence.begin - 1)
+            rows.append(np.concatenate([np.asarray(edits.prepended, np.int64), sequence.tokens[drop:]]))
+            starts.append(sequence.begin - drop + len(edits.prepended))
+        width = max(map(len, rows))
+        tokens = torch.from_numpy(np.stack([np.pad(row, (0, width - len(row))) for row in rows]))
+        positions = torch.arange(width).expand(len(rows), -1) + edits.offset
+        mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+        begins = torch.tensor(starts)[:, None]
+        moved = positions - begins if edits.restarted else positions + edits.jump
+        positions = torch.where(positions >= begins, moved, positions)
+        device = self.model.device
+        with self._edited(edits):
+            # With the mask: without one, transformers reads a jump of positions as the start of another sequence.
+            outputs = self.model(
+                input_ids=tokens.to(device),
+                attention_mask=mask.to(device),
+                position_ids=positions.to(device),
+                use_cache=False,
+            )
+        return [
+            outputs.logits[i, start - 1 : len(row) - 1].float().cpu()
+            for i, (row, start) in enumerate(zip(rows, starts, strict=True))
+        ]
+
+    @contextmanager
+    def _edited(self, edits: Edits) -> Iterator[None]:
+        """The model with `edits`, during the context."""
+        token = _ATTENTION.set(edits)
+        saved = {name: parameter.data for name, parameter in self.parameters.items()}
+        with ExitStack() as stack:
+            stack.callback(_ATTENTION.reset, token)
+            for name, data in saved.items():
+                stack.callback(setattr, self.parameters[name], "data", data)
+            for name, tensor in edits.weights.items():
+                self.parameters[name].data = tensor.to(self.parameters[name])
+            if edits.rounded is not None:
+                for parameter in self.parameters.values():
+                    if parameter.ndim > 1:
+                        parameter.data = parameter.data.to(edits.rounded).float()
+            for name, module in self.model.named_modules():
+                kind = "all" if name == "" else self.kinds[name]
+                if kind in edits.computed_in and (kind == "all" or not any(module.children())):
+                    stack.enter_context(_computed_in(module, edits.computed_in[kind], buffers=kind != "rope"))
+                if kind == "rope" and (dtype := edits.computed_in.get("angles")) is not None:
+                    stack.enter_context(_computed_in(module, dtype))
+                if edits.epsilon is not None and "norm" in type(module).__name__.lower():
+                    _set(
+                        stack,
+                        module,
+                        "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps",
+                        edits.epsilon,
+                    )
+                if hasattr(module, "inv_freq") and (edits.rope_base != 1 or edits.rope_factor != 1):
+                    _set(stack, module, "inv_freq", module.inv_freq**edits.rope_base / edits.rope_factor)
+            yield
+
+    @torch.inference_mode()
+    def patched(
+        self, sequence: ScoredTokens, activations: Mapping[str, Tensor], edits: Edits
+    ) -> list[tuple[str, Floats]]:
+        """Logprobs at temperature 1 if every module up to a point has the activations of another side, by point.
+
+        Points are in the order in which the model runs. The first result has no foreign activation.
+        """
+        order = [""]
+        foreign: set[str] = set()
+
+        def visit(name: str, tensor: Tensor) -> Tensor:
+            if name not in activations or activations[name].numel() != tensor.numel():
+                return tensor
+            if name not in order:
+                order.append(name)
+            return activations[name].to(tensor).view_as(tensor) if name in foreign else tensor
+
+        tokens = torch.from_numpy(sequence.tokens)[None].to(self.model.device)
+        results: list[tuple[str, Floats]] = []
+        with self._edited(edits), visited(self.model, visit):
+            for index in range(1 + len(activations)):
+                if index >= len(order):
+                    break
+                foreign.update(order[: index + 1])
+                logits = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+                following = torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
+                results.append((order[index], following[sequence.begin - 1 :].cpu().numpy()))
+        return results
+
+
+def kind_of(name: str) -> str:
+    """Kind of a point, see `KINDS`."""
+    return next((kind for kind, ends in KINDS if name.endswith(ends)), "linear")
+
+
+def _rope_base(config: Any) -> float:
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    return rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0
+
+
+def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until the stack closes."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+@contextmanager
+def _computed_in(module: nn.Module, dtype: torch.dtype, *, buffers: bool = True) -> Iterator[None]:
+    """The module computes in `dtype`, from inputs and with weights in it, and `buffers`; its output is float32."""
+
+    def cast(value: Any, to: torch.dtype) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cast(item, to) for item in value)
+        return value.to(to) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    tensors = [*module.parameters(), *(module.buffers() if buffers else ())]
+    saved = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = cast(tensor.data, dtype)
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: cast(args, dtype)),
+        module.register_forward_hook(lambda _, args, output: cast(output, torch.float32)),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for tensor, data in zip(tensors, saved, strict=True):
+            tensor.data = data
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _use_attention(model: Any) -> bool:
+    """Let the model attend with `_attention`. False if its architecture has an attention of its own."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    try:
+        model.set_attn_implementation(ATTENTION)
+    except (ValueError, ImportError):
+        return False
+    return True
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention in plain operations, with the edits of the current pass; `[N, H, L, D]` to `[N, L, H, D]`."""
+    edits = _ATTENTION.get() or Edits()
+    if edits.kv is not None:
+        key, value = key.to(edits.kv).to(key.dtype), value.to(edits.kv).to(value.dtype)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (scaling * edits.scale)
+    if (softcap := more.get("softcap")) is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is not None:
+        scores = scores + attention_mask[..., : key.shape[2]]
+    if edits.window is not None:
+        distance = torch.arange(scores.shape[2])[:, None] - torch.arange(scores.shape[3])
+        scores = scores.masked_fill((distance >= edits.window).to(scores.device), torch.finfo(scores.dtype).min)
+    sinks = more.get("s_aux")
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)], -1)
+    if edits.softmax is not None:
+        scores = scores.to(edits.softmax)
+    weights = torch.softmax(scores, -1).to(query.dtype)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def _processed(logits_RV: Tensor, sequence: ScoredTokens, params: SamplingParams, edits: Edits) -> Floats:
+    """Logprobs of the compared tokens under the distribution that the edits describe."""
+    temperature = params.temperature or 1.0
+    chosen = torch.from_numpy(sequence.tokens[sequence.begin :])[:, None]
+    scores = logits_RV.clone()
+    penalty = edits.penalty * (params.repetition_penalty if edits.processed else 1.0)
+    if penalty != 1:
+        for index in range(len(scores)):
+            seen = torch.from_numpy(np.unique(sequence.tokens[: sequence.begin + index]))
+            seen_scores = scores[index, seen]
+            scores[index, seen] = torch.where(seen_scores > 0, seen_scores / penalty, seen_scores * penalty)
+    if edits.softcap:
+        scores = torch.tanh(scores / edits.softcap) * edits.softcap
+    scores = scores / (temperature if edits.temperature is None else edits.temperature)
+    if edits.processed or edits.top_p < 1:
+        scores = _truncated(scores, params if edits.processed else replace(params, top_k=0, min_p=0, top_p=edits.top_p))
+    logprobs = torch.log_softmax(scores.to(edits.computed_in.get("logprobs", torch.float32)), -1).float()
+    logprobs_R: Floats = logprobs.gather(1, chosen)[:, 0].numpy()
+    return np.roll(logprobs_R, edits.shift) if edits.shift else logprobs_R
+
+
+def _truncated(scores_RV: Tensor, params: SamplingParams) -> Tensor:
+    """Scores without the tokens that top-k, top-p and min-p exclude."""
+    if params.top_k:
+        least = scores_RV.topk(min(params.top_k, scores_RV.shape[-1])).values[:, -1:]
+        scores_RV = scores_RV.masked_fill(scores_RV < least, -torch.inf)
+    if params.top_p < 1:
+        ordered = scores_RV.sort(descending=True)
+        probabilities = ordered.values.softmax(-1)
+        excluded = probabilities.cumsum(-1) - probabilities >= params.top_p
+        scores_RV = scores_RV.masked_fill(torch.zeros_like(excluded).scatter(1, ordered.indices, excluded), -torch.inf)
+    if params.min_p:
+        probabilities = scores_RV.softmax(-1)
+        scores_RV = scores_RV.masked_fill(
+            probabilities < params.min_p * probabilities.max(-1, keepdim=True).values, -torch.inf
+        )
+    return scores_RV
