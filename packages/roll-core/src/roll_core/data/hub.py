@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from roll_core.data.rows import HUB
 from roll_core.errors import DataError, closest, install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Self
 
+HUB = "hf://"
+"""Beginning of the name of a data set of the Hub."""
 _PARAMETERS = ("split", "revision")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -38,8 +38,6 @@ ENDINGS = {
     ".tsv": "csv",
     ".arrow": "arrow",
 }
-HUB = "hf://"
-"""Beginning of the name of a data set of the Hub."""
 MAX_NESTING = 100
 """Maximum nesting of lists and objects in a JSON row. Deeper rows overflow the stack when they are sent to workers."""
 _COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ": "lzma", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -150,7 +148,7 @@ def file_names(data: DataArguments) -> list[str]:
 
 def is_hub_name(name: str) -> bool:
     """True if a name in `data_args.file_name` is a data set of the Hub."""
-    return name.startswith(HUB)
+    return name.startswith("hf://")
 
 
 def read_rows(data: DataArguments, revisions: Mapping[str, str] | None = None) -> Rows:
