@@ -6,11 +6,12 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
 from roll_core.errors import ModelError
 from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_infer_sglang.config import SglangConfig
-from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, server_arguments
+from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, config_overrides, server_arguments
 from roll_modeling.engine_files import engine_files
 from roll_testing.errors import raises_error
 from shared_tests.live_engine import biased
@@ -33,6 +34,23 @@ def test_sleeping_engines_on_accelerators_enable_memory_saving(device, level, sa
     found = told(device, sleep_level=level)
     assert (found["enable_memory_saver"], found["enable_weights_cpu_backup"]) == (saver, backup)
     assert "sleep_level" not in found
+
+
+def test_sliding_windows_are_those_of_transformers():
+    def keys(model_type, **config):
+        return config_overrides(AutoConfig.for_model(model_type, sliding_window=9, **config), {"use_cache": True})
+
+    for model_type in ("cohere2", "cwm", "ministral"):
+        assert keys(model_type) == {"use_cache": True, "sliding_window": 8}
+    assert "sliding_window" not in keys("gemma2")
+
+
+def test_rotary_keys_of_images_keep_the_users_own():
+    config = AutoConfig.for_model("qwen3_vl", text_config={"rope_parameters": {"mrope_section": [8, 4, 4]}})
+    found = config_overrides(config, {"text_config": {"num_hidden_layers": 2}})
+    assert found["text_config"]["num_hidden_layers"] == 2
+    assert found["text_config"]["rope_parameters"] == found["rope_scaling"]
+    assert found["rope_scaling"].items() >= {"mrope_interleaved": True, "mrope_section": [8, 4, 4]}.items()
 
 
 def test_a_device_is_taken_apart():

@@ -23,6 +23,8 @@ from roll_modeling.model_table import has_experts
 from roll_modeling.routing import RoutingLayout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from roll_core.data.processor import Processor
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_infer_sglang.config import SglangConfig
@@ -36,6 +38,9 @@ UNITS_OF_A_SLOT = 32
 """On a CPU SGLang pads each slot's shard of intermediate units to a multiple of this number."""
 EXPERTS = {"moe_runner_backend": PLAIN_BACKEND, "disable_shared_experts_fusion": True}
 """Arguments of mixtures of experts, with which weights are stored in the form in which they are sent."""
+ONE_TOKEN_MORE = ("cohere2", "cohere2_moe", "cwm", "ministral")
+"""Types whose layers with a sliding window attend to one token more than in transformers: SGLang's attention does not
+count the token itself, which its Cohere 2 and its Transformers backend do not consider."""
 PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_preemption": True}
 
 
@@ -162,13 +167,22 @@ def _image_arguments(files: EngineFiles) -> dict[str, Any]:
     }
 
 
+def config_overrides(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of the stored config: those of the user, and keys with which SGLang computes as transformers does."""
+    merged = dict(overrides)
+    if config.model_type in ONE_TOKEN_MORE and (window := getattr(config, "sliding_window", None)):
+        merged["sliding_window"] = window - 1
+    elif config.model_type == "olmo3":  # SGLang's class of the config has rotary keys of one type of layers
+        merged["rope_parameters"] = config.rope_parameters["full_attention"]
+    elif rope := interleaved_rope(config):
+        merged["text_config"] = {**merged.get("text_config", {}), **rope}
+        merged["rope_scaling"] = rope["rope_parameters"]  # SGLang reads it from the whole model's config
+    return merged
+
+
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:
     """Server arguments with the paths of model and tokenizer."""
     file_arguments: dict[str, Any] = {"model_path": files.model}
-    overrides = dict(files.overrides)
-    if rope := interleaved_rope(files.config):
-        overrides["text_config"] = {**overrides.get("text_config", {}), **rope}
-        overrides["rope_scaling"] = rope["rope_parameters"]  # SGLang reads it from the whole model's config
-    if overrides:
+    if overrides := config_overrides(files.config, files.overrides):
         file_arguments["json_model_override_args"] = json.dumps(overrides)
     return file_arguments | ({"tokenizer_path": files.tokenizer} if files.tokenizer else {"skip_tokenizer_init": True})
