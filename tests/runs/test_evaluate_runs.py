@@ -184,3 +184,11 @@ def test_command_reports_a_missing_model(local_runs, evaluation, capfd):
     path.write_text(yaml.safe_dump(evaluation()), encoding="utf-8")
     assert main(["eval", "./output/nothing", str(path)]) == 2
     assert "output/nothing" in capfd.readouterr().err
+
+
+def test_command_refuses_pipelines_without_an_evaluation(local_runs, capfd):
+    path = local_runs.folder / "preference.yaml"
+    path.write_text(yaml.safe_dump(local_runs.preference("reward_model")), encoding="utf-8")
+    assert main(["eval", str(local_runs.folder), str(path), "--no-files"]) == 2
+    assert "pipeline reward_model trains reward_train" in capfd.readouterr().err
+    assert not (local_runs.folder / "output").exists()

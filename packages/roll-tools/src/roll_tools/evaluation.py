@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.api import prepare
 from roll_core.config.compose import compose
 from roll_core.config.parts import evaluation_values
-from roll_core.errors import ConfigError
+from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.plugins.targets import schema_of
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.run_files import number, read_lines
@@ -43,7 +43,8 @@ _SCORE = re.compile(
 def evaluations(
     models: Sequence[str], config: Path, overrides: Sequence[str], registry: Registry, *, files: bool
 ) -> list[LoadedConfig]:
-    """Checked configs of the evaluations of `models`. Raises `ConfigError` for the first model with mistakes.
+    """Checked configs of the evaluations of `models`. Raises `ConfigError` for the first model with mistakes, and
+    `UnsupportedError` for the config of a training run that has no evaluation.
 
     `config` is that of an evaluation, or of a training run with `validation`. A model is a directory or a hub id, or a
     run or a checkpoint, whose model is converted first unless the run has exported it.
@@ -69,6 +70,11 @@ def evaluations(
         }
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         (evaluation,) = prepare([source], [*removed, *words, *overrides], registry, files=files)
+        if trained := [key for key, role in evaluation.config.roles().items() if role.kind == "train"]:
+            raise UnsupportedError(
+                f"{config}: pipeline {provider.name} trains {trained[0]} and has no evaluation: give a config with"
+                " pipeline: evaluate, or of sft, rlvr, distill or agentic"
+            )
         loaded.append(replace(evaluation, sources=()))  # so that it is resumed from the config.yaml of its run
     return loaded
 
