@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -357,6 +358,9 @@ def test_images_need_a_processor(here):
     assert (2, 11, "pretrain") in mistakes(text)
     Path("model/preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
     assert (2, 11, "pretrain") in mistakes(text)
+    pixtral = '{"image_processor_type": "PixtralImageProcessor", "processor_class": "PixtralProcessor"}'
+    Path("model/preprocessor_config.json").write_text(pixtral)
+    assert ((2, 11, "pretrain") in mistakes(text)) is (find_spec("torchvision") is None)
     made = mistakes("tokenizer: {kind: byte}\n" + text)
     assert "tokenizer" in {key for _, _, key in made}
 

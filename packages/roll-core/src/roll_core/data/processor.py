@@ -11,6 +11,7 @@ Trainer, engine and driver load it from the run's tokenizer directory.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import re
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a processor beside those of its tokenizer."""
+WITH_TORCHVISION = ("PixtralProcessor",)
+"""Processors whose code imports torchvision, although Pillow processes the images (Pixtral, Mistral 3)."""
 TEXT_OUTPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
 SECONDS = "second_per_grid_ts"
 """Name of an array of videos: seconds between frames that the model reads together."""
@@ -309,6 +312,8 @@ def _processor_class(path: str) -> str | None:
         return None
     for entry in keys:
         if isinstance(name := entry.get("processor_class"), str):
+            if name in WITH_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+                raise ModelError(f"{path}: transformers' {name} needs torchvision: pip install torchvision")
             return name
     raise ModelError(f"{path}: {FILES[0]} names no processor_class, so its images cannot be processed")
 
