@@ -49,7 +49,7 @@ class Images:
 
     arrays: Mapping[str, Tensor]
     """Inputs of the image encoder: of all images, then of all videos, so that it runs once."""
-    num_images: int
+    num_videos: int
     types_T: Tensor
     """int64, 1 for tokens whose embeddings are features of images, 2 for those of videos, and 0 for text."""
     positions_AT: Tensor | None
@@ -138,7 +138,7 @@ class ImageReader:
         moved: dict[str, Any] = move_tensors(named, device)
         return Images(
             arrays={name: moved[name] for name in arrays},
-            num_images=len(images),
+            num_videos=len(videos),
             types_T=moved["types_T"],
             positions_AT=moved.get("positions_AT"),
             blocks=tuple(moved.get(f"block {index}") for index in range(len(blocks))),
@@ -150,11 +150,11 @@ class ImageReader:
         if both are frozen."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
             outputs = self._module.get_image_features(**self.inputs(images), return_dict=True)
-        num = images.num_images
-        if num == len(outputs.pooler_output):
+        if not images.num_videos:
             return {"image": outputs}
-        parts = {"image": slice(num), "video": slice(num, None)}
-        return {kind: _part(outputs, part) for kind, part in parts.items() if num or kind == "video"}
+        num_images = len(outputs.pooler_output) - images.num_videos  # a tuple, in models that read videos
+        parts = {"image": slice(num_images), "video": slice(num_images, None)}
+        return {kind: _part(outputs, part) for kind, part in parts.items() if num_images or kind == "video"}
 
     def inputs(self, images: Images) -> dict[str, Tensor]:
         """Inputs of the encoder that the model has, in the encoder's dtype."""
