@@ -141,6 +141,15 @@ def test_mixtures_of_experts_are_refused_in_fp8(key):
         VllmConfig(quantization="fp8").check_model({key: 8})
 
 
+@pytest.mark.parametrize("model_type", ["llava", "llava_next"])
+def test_encoders_that_vllm_cuts_are_refused(model_type):
+    for encoder in ({}, {"model_type": "siglip_vision_model"}):
+        with raises_error(ValueError, model_type, "hf_infer"):
+            VllmConfig().check_model({"model_type": model_type, "vision_config": encoder})
+    VllmConfig().check_model({"model_type": model_type, "vision_config": {"model_type": "pixtral"}})
+    VllmConfig().check_model({"model_type": "gemma3", "vision_config": {"model_type": "siglip_vision_model"}})
+
+
 @pytest.mark.parametrize(
     ("keys", "ranks", "facts"),
     [

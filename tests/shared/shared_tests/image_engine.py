@@ -55,7 +55,7 @@ class SeeingEngine:
 
         return self.live.run(together())
 
-    def check(self, *requests):
+    def check(self, *requests, atol=CLOSE):
         """Completions whose logprobs are those of transformers' pass over each whole sequence."""
         completions = self.generate(*requests)
         for request, completion in zip(requests, completions, strict=True):
@@ -65,7 +65,7 @@ class SeeingEngine:
                 heat = request.params.temperature or 1.0
                 with torch.no_grad():
                     logprobs = transformers_logprobs(self.folder, [sequence], self.model, heat)
-                np.testing.assert_allclose(output.logprobs, logprobs[len(request.prompt_ids) :], atol=CLOSE)
+                np.testing.assert_allclose(output.logprobs, logprobs[len(request.prompt_ids) :], atol=atol)
         return completions
 
     def close(self):

@@ -22,6 +22,9 @@ else:
     )
     """All engine arguments of vLLM, so that unknown ones are rejected with the nearest name. vLLM validates values."""
 
+LLAVAS = ("llava", "llava_next", "llava_next_video")
+CUT_ENCODERS = ("clip_vision_model", "siglip_vision_model")
+"""Image encoders of which vLLM loads only a part in models of `LLAVAS`. The first is transformers' default."""
 MORE_REPLICAS = "and give device_mapping more slots: each worker is a replica"
 
 
@@ -127,6 +130,7 @@ class VllmConfig(_EngineKeys):
     def check_model(self, keys: Mapping[str, Any]) -> None:
         """Raise `ValueError` for experts by rows or that ranks cannot divide, and for sides that no fp8 block fits."""
         super().check_model(keys)
+        _check_encoder(keys)
         if self.quantization == "fp8" and has_experts(keys):
             raise ValueError("quantization: fp8 does not support mixtures of experts: use fp8_per_block")
         self.check_experts(keys)
@@ -166,6 +170,16 @@ class VllmConfig(_EngineKeys):
         if self.quantization:
             arguments |= {"quantization": QUANTIZATION[self.quantization], "load_format": "dummy"}
         return arguments
+
+
+def _check_encoder(keys: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if vLLM leaves out layers of the image encoder, which trainers have and publish."""
+    encoder = keys.get("vision_config", {}).get("model_type", CUT_ENCODERS[0])
+    if keys.get("model_type") in LLAVAS and encoder in CUT_ENCODERS:
+        raise ValueError(
+            f"vLLM loads the image encoder ({encoder}) of a {keys['model_type']} without its last norm and the layers"
+            " after vision_feature_layer, so that no weight update can be proven: use strategy hf_infer"
+        )
 
 
 def _check_blocks(keys: Mapping[str, Any], num_ranks: int, expert_ranks: int) -> None:

@@ -45,6 +45,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from roll_core.spec.fp8 import BLOCK
 from roll_infer_vllm import experts
 from roll_infer_vllm.shuffles import learned
+from roll_infer_vllm.workarounds import ENCODER_BODY, ENCODERS
 from roll_modeling.engine_experts import SCALE, ExpertName
 from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor
 from roll_weight_transports.comparing import SIDES
@@ -123,6 +124,7 @@ class VllmModel(LoadedModel):
         """Packed output layers, by the id of the weight that they were packed from."""
         self._has_sparse_blocks = any(SPARSE_BLOCK in name for name, _ in model.named_modules())
         self._has_block_biases = any(name.endswith(BLOCK_BIAS) for name, _ in model.named_parameters())
+        self._encoders = [f"{path}." for path, module in model.named_modules() if type(module).__name__ in ENCODERS]
         self._latent = {id(layer.kv_b_proj): layer for layer in model.modules() if isinstance(layer, MLAAttention)}
         """Layers of latent attention, by the id of their `kv_b_proj`."""
         self._unreadable: dict[str, tuple[Tensor, Tensor]] = getattr(model, UNREADABLE, {})
@@ -290,6 +292,9 @@ class VllmModel(LoadedModel):
         renamed = mapper.map_name(name) if mapper is not None else name
         if renamed is None:
             raise KeyError(name)
+        for path in self._encoders:
+            if str(renamed).startswith(path):
+                return path + ENCODER_BODY + str(renamed).removeprefix(path).removeprefix(ENCODER_BODY)
         return str(renamed)
 
     def _as_multiplied(self, module: Any, weight: Tensor) -> Tensor:

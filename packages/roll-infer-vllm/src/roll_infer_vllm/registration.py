@@ -28,10 +28,10 @@ def register() -> None:
     from roll_infer_vllm.images import use_image_processor_of_run
 
     use_image_processor_of_run()
+    from roll_infer_vllm import workarounds
 
+    workarounds.load_flat_encoders()
     if current_platform.is_cpu():
-        from roll_infer_vllm import workarounds
-
         workarounds.route_with_correction_biases()
         workarounds.skip_experts_of_other_ranks()
         workarounds.exchange_uneven_parts()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from roll_core.errors import DataError, EngineDiedError, RollError
+from roll_core.errors import DataError, EngineDiedError, RollError, UnsupportedError
 from roll_core.spec.infer import InferStrategy, check_request
 from roll_core.spec.weights import check_version
 from roll_core.types import Completion, WeightReceipt
@@ -251,6 +251,11 @@ class VllmStrategy(InferStrategy):
             images=self._files.processor is not None,
         )
         check_served(request)
+        if request.media and self._on_host and self._ready.model_config.is_mm_prefix_lm:
+            raise UnsupportedError(
+                f"request {request.id!r}: tokens of an image attend to each other in both directions in this model, but"
+                " not in vLLM on a CPU, so that logprobs would be wrong: use strategy hf_infer"
+            )
         if self._files.processor is not None:
             self._files.processor.check(request)
         if request.id in self._running:

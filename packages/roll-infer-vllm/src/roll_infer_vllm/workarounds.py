@@ -14,13 +14,14 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
 from roll_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -95,6 +96,9 @@ class TemperedSamplerV2(SamplerV2):  # type: ignore[misc]
         return sampled, tempered
 
 
+ENCODERS = ("CLIPVisionModel", "SiglipVisionModel")
+"""Classes of image encoders whose parameters vLLM, and published checkpoints, have in a module `vision_model`."""
+ENCODER_BODY = "vision_model."
 TEMPERED = {Sampler: TemperedSampler, SamplerV2: TemperedSamplerV2}
 """Our sampler for each of vLLM's."""
 
@@ -124,6 +128,25 @@ def use_tempered_sampler(model_runner: Any, never_sampled: Sequence[int] = ()) -
         sampler.never_sampled = torch.tensor(never_sampled, device=model_runner.device)
     if isinstance(sampler, SamplerV2):
         sampler.logprobs_mode = "processed_logprobs"  # of the logits that `sample` returns
+
+
+def load_flat_encoders() -> None:
+    """Make the encoders of Gemma 3, Llava and others load checkpoints that transformers 5 has saved. Idempotent.
+
+    Since transformers 5 its modules have no `vision_model`, and neither have the names that it saves. vLLM 0.32 knows
+    only those of published checkpoints.
+    """
+    load = AutoWeightsLoader._load_module
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def load_module(loader: Any, prefix: str, module: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        if type(module).__name__ in ENCODERS:
+            weights = ((f"{ENCODER_BODY}{name.removeprefix(ENCODER_BODY)}", tensor) for name, tensor in weights)
+        return load(loader, prefix, module, weights)
+
+    AutoWeightsLoader._load_module = load_module
 
 
 def name_partial_loaders(model: Any) -> None:
