@@ -15,7 +15,8 @@ from roll_infer_sglang.engine_environment import engine_environment
 from roll_infer_sglang.hooks import ADAPTER, base_name
 from roll_infer_sglang.memory import HOST_TOKENS
 from roll_infer_sglang.processes import LOADER, adapter_arguments
-from roll_infer_sglang.registration import MEDIA_TOKENS, SAMPLING_BACKEND
+from roll_infer_sglang.registration import SAMPLING_BACKEND
+from roll_infer_sglang.sampling import MEDIA_TOKENS
 from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.engine_config import ONE_SLOT
 from roll_modeling.engine_files import EngineFiles, engine_files, interleaved_rope

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from roll_infer_sglang import hooks
+from roll_infer_sglang.sampling import MEDIA_TOKENS
 
 SAMPLING_BACKEND = "roll"
 """Name of our sampler in SGLang's registry, for the argument `sampling_backend`."""
@@ -16,9 +17,6 @@ FORCED_BACKEND = "ROLL_SGLANG_SAMPLING_BACKEND"
 on which SGLang ignores `sampling_backend` and uses a fixed one. Other SGLang servers are not affected."""
 ON_CPU = "ROLL_SGLANG_ON_CPU"
 """Environment variable of our server processes: set if they run on a CPU."""
-MEDIA_TOKENS = "ROLL_SGLANG_MEDIA_TOKENS"
-"""Environment variable of our server processes: ids of tokens of images, separated by commas; not set for a model that
-reads text alone."""
 
 
 def register() -> None:

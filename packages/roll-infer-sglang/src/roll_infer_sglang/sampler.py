@@ -21,8 +21,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from roll_infer_sglang.distribution import filtered, seeded_choice
-from roll_infer_sglang.registration import MEDIA_TOKENS
-from roll_infer_sglang.sampling import ENDS, MIN_NEW, SEED
+from roll_infer_sglang.sampling import ENDS, MEDIA_TOKENS, MIN_NEW, SEED
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,6 +24,9 @@ MAX_STOP_STRINGS = 32
 """Maximum number of stop strings per request in SGLang."""
 SEED, MIN_NEW, ENDS = "roll_seed", "roll_min_new", "roll_ends"
 """Keys of `custom_params` that `sampler.ContractSampler` reads."""
+MEDIA_TOKENS = "ROLL_SGLANG_MEDIA_TOKENS"
+"""Environment variable of our server processes: ids of tokens of images, separated by commas; not set for a model that
+reads text alone."""
 PROGRESS_TOKENS = 64
 """Number of tokens between two partial outputs from SGLang. SGLang returns the first token and the end of an output at
 once."""
