@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,39 +24,50 @@ from roll_testing.infer.interrupting import until_interrupted, was_whole
 from shared_tests.loaded_engine import CLOSE, digests
 from shared_tests.tiny_vision import picture, tiny_vision, transformers_logprobs, vision_sequence
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from roll_core.types import Completion, Media, TokenIds
+
 SIZES = (56, 84), (28, 28), (90, 40)
 
 
-def ask(name, prompt, n=1, **params):
+def ask(name: str, prompt: tuple[TokenIds, tuple[Media, ...]], n: int = 1, **given: Any) -> GenerateRequest:
     ids, media = prompt
-    params = SamplingParams(**{"max_new_tokens": 10, "ignore_eos": True, "temperature": 1.0, "seed": 3, **params})
+    params = SamplingParams(**{"max_new_tokens": 10, "ignore_eos": True, "temperature": 1.0, "seed": 3, **given})
     return GenerateRequest(id=name, prompt_ids=ids, media=media, params=params, n=n)
 
 
 class SeeingEngine:
     """A started engine, and the trainer's model."""
 
-    def __init__(self, folder, kind, start):
+    def __init__(self, folder: Path, kind: str, start: Callable[[ModelSpec], Any]) -> None:
         """`start` starts the engine of a `ModelSpec`."""
         self.folder = tiny_vision(folder, kind, num_heads=2)
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-        self.processor = processor_of(AutoTokenizer.from_pretrained(folder))
+        processor = processor_of(AutoTokenizer.from_pretrained(folder))
+        assert processor is not None
+        self.processor = processor
         spec = ModelSpec(path=str(folder), tokenizer=str(folder), dtype="fp32")
         self.live = start(spec)
 
-    def prompt(self, text, *seeds):
+    def prompt(self, text: str, *seeds: int) -> tuple[TokenIds, tuple[Media, ...]]:
         """Ids of a text with an image at each `#`, and the images."""
         images = [picture(*SIZES[seed % len(SIZES)], seed=seed) for seed in seeds]
         sequence = vision_sequence(self.folder, text.replace("#", IMAGE), "", *images)
         return sequence.tokens, sequence.media
 
-    def generate(self, *requests):
-        async def together():
-            return await asyncio.gather(*[self.live.strategy.generate(request) for request in requests])
+    def generate(self, *requests: GenerateRequest) -> list[Completion]:
+        async def together() -> list[Completion]:
+            return list(await asyncio.gather(*(self.live.strategy.generate(request) for request in requests)))
 
-        return self.live.run(together())
+        completions: list[Completion] = self.live.run(together())
+        return completions
 
-    def check(self, *requests, atol=CLOSE):
+    def check(self, *requests: GenerateRequest, atol: float = CLOSE) -> list[Completion]:
         """Completions whose logprobs are those of transformers' pass over each whole sequence."""
         completions = self.generate(*requests)
         for request, completion in zip(requests, completions, strict=True):
@@ -68,14 +80,14 @@ class SeeingEngine:
                 np.testing.assert_allclose(output.logprobs, logprobs[len(request.prompt_ids) :], atol=atol)
         return completions
 
-    def close(self):
+    def close(self) -> None:
         self.live.close()
 
 
 class ImageEngineTests:
     """Tests use the engine of the author's fixture `engine`, a `SeeingEngine`."""
 
-    def test_logprobs_are_those_of_transformers(self, engine):
+    def test_logprobs_are_those_of_transformers(self, engine: SeeingEngine) -> None:
         prompt = engine.prompt
         engine.check(
             ask("one", prompt("What is # this?", 0)),
@@ -85,7 +97,7 @@ class ImageEngineTests:
             ask("cold", prompt("What is # this?", 3), temperature=0.6, top_k=20),
         )
 
-    def test_interrupted_responses_continue(self, engine):
+    def test_interrupted_responses_continue(self, engine: SeeingEngine) -> None:
         prompt = engine.prompt("What is # this?", 1)
         request = ask("whole", prompt, temperature=0.0)
         (whole,) = engine.check(request)
@@ -99,18 +111,19 @@ class ImageEngineTests:
         (rest,) = engine.check(resumed)
         assert rest.outputs[0].token_ids.tolist() == tokens[4:].tolist()
 
-    def test_running_requests_continue_over_an_update(self, engine):
+    def test_running_requests_continue_over_an_update(self, engine: SeeingEngine) -> None:
         live, num = engine.live, 120
         weights = [*engine.model.named_parameters()]
         live.publish(weights)
         request = ask("whole", engine.prompt("What is # this?", 2), temperature=0.0, max_new_tokens=num)
         (whole,) = engine.check(request)
 
-        async def update_meanwhile():
+        async def update_meanwhile() -> Completion:
             running = asyncio.create_task(live.strategy.generate(replace(request, id="cut")))
             await live.strategy.generate(ask("short", engine.prompt("a"), max_new_tokens=6))
             await live.update(weights)
-            return await running
+            completion: Completion = await running
+            return completion
 
         cut = until_interrupted(lambda: live.run(update_meanwhile()), lambda out: was_whole(out, num, live.version - 1))
         output = cut.outputs[0]
@@ -118,7 +131,7 @@ class ImageEngineTests:
         assert output.token_ids.tolist() == whole.outputs[0].token_ids.tolist()
         np.testing.assert_allclose(output.logprobs, whole.outputs[0].logprobs, atol=CLOSE)
 
-    def test_another_number_of_image_tokens_is_an_error(self, engine):
+    def test_another_number_of_image_tokens_is_an_error(self, engine: SeeingEngine) -> None:
         ids, media = engine.prompt("What is # this?", 0)
         token = engine.processor.image_token_id
         places = np.flatnonzero(ids == token)
@@ -128,7 +141,7 @@ class ImageEngineTests:
         with raises_error(DataError, "none", "0 images"):
             engine.generate(ask("none", (ids, ())))
 
-    def test_tokens_of_images_are_never_sampled(self, engine):
+    def test_tokens_of_images_are_never_sampled(self, engine: SeeingEngine) -> None:
         model, media_tokens = engine.model, list(engine.processor.media_token_ids)
         prompt = engine.prompt("Say # it.", 0)
         rows = model.get_output_embeddings().weight
@@ -145,7 +158,7 @@ class ImageEngineTests:
             with torch.no_grad():
                 rows.copy_(before)
 
-    def test_frozen_encoders_are_sent_once(self, engine):
+    def test_frozen_encoders_are_sent_once(self, engine: SeeingEngine) -> None:
         request = ask("sent", engine.prompt("What is # this?", 0))
         engine.live.publish([*engine.model.named_parameters()])
         for _ in range(2):
@@ -160,7 +173,7 @@ class ImageEngineTests:
         with raises_error(MissingTensorError):
             engine.live.publish(trained(engine.model))
 
-    def test_encoders_are_published_and_their_caches_cleared(self, engine):
+    def test_encoders_are_published_and_their_caches_cleared(self, engine: SeeingEngine) -> None:
         request = ask("before", engine.prompt("What is # this?", 0), temperature=0.0)
         (before,) = engine.generate(request)
         step(engine.model.parameters(), 2)
@@ -170,13 +183,13 @@ class ImageEngineTests:
         assert np.abs(before.outputs[0].logprobs - after.outputs[0].logprobs).max() > CLOSE
 
 
-def trained(model):
+def trained(model: Any) -> list[tuple[str, Tensor]]:
     """Parameters of the language model, which the trainer sends if the rest is frozen."""
     frozen = ("visual", "vision_tower", "multi_modal_projector")
     return [(name, each) for name, each in model.named_parameters() if not any(part in name for part in frozen)]
 
 
-def step(parameters, seed):
+def step(parameters: Iterable[Tensor], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters:
