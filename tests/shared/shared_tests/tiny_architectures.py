@@ -107,6 +107,8 @@ LONGROPE: Mapping[str, Any] = {
 _TEXT = {key: value for key, value in QWEN3.items() if key not in ("model_type", "rope_parameters")} | {
     "vocab_size": 61
 }
+_ENGINE_TEXT = _TEXT | {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "intermediate_size": 64}
+"""Sizes that SGLang computes on a CPU."""
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -125,8 +127,8 @@ MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2_5_vl": {
         "model_type": "qwen2_5_vl",
-        "text_config": _TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
-        "vision_config": _QWEN_VISION,
+        "text_config": _ENGINE_TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4]}},
+        "vision_config": _QWEN_VISION | {"intermediate_size": 64, "out_hidden_size": 64},
     },
     "qwen3_5": {
         "model_type": "qwen3_5",
@@ -140,7 +142,11 @@ MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
         },
         "vision_config": _QWEN_VISION,
     },
-    "qwen3_vl": {"model_type": "qwen3_vl", "text_config": _TEXT, "vision_config": _QWEN_VISION},
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": _ENGINE_TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4]}},
+        "vision_config": _QWEN_VISION | {"intermediate_size": 64, "out_hidden_size": 64},
+    },
 }
 """Models that also take images: a language model beside a vision tower. The vocabulary has 61 tokens."""
 
