@@ -156,7 +156,7 @@ class Config:
     """The keys of `AgenticConfig` that episodes read."""
 
     seed, prompt_length, response_length = 1, 1 << 20, 1 << 20
-    max_consecutive_failures, max_tokens_per_traj, echo_coef = 100, None, 0.0
+    max_consecutive_failures, max_tokens_per_traj, has_message_loss = 100, None, False
 
     def __init__(self, load: Workload) -> None:
         self.load = load

@@ -75,6 +75,9 @@ class FakeRole:
 class FakeRun:
     """A run without an engine: the rollouts are given."""
 
+    tokenizer = SimpleNamespace(eos_token_id=None, name_or_path="")
+    dir: Path
+
     def __init__(self, groups=(), roles=None) -> None:
         self.groups, self.step = list(groups), 0
         self.roles = roles or {}
@@ -109,7 +112,7 @@ class FakeRun:
         self.published.append((source, target))
 
     def infer_role(self, name):
-        return SimpleNamespace(weight_version=0)
+        return SimpleNamespace(weight_version=1)
 
     def rollout_batches(self, role, plan):
         self.plan = plan
@@ -117,6 +120,11 @@ class FakeRun:
 
     async def batch(self):
         return self.groups
+
+
+@pytest.fixture(autouse=True)
+def _run_directory(monkeypatch, tmp_path):
+    monkeypatch.setattr(FakeRun, "dir", tmp_path, raising=False)
 
 
 def sample(
@@ -129,7 +137,7 @@ def sample(
         response_ids=np.arange(length),
         logprobs=np.full(length, -0.5, dtype=np.float32),
         loss_mask=np.ones(length, dtype=bool),
-        versions=np.zeros(length, dtype=np.int32),
+        versions=np.ones(length, dtype=np.int32),
         finish_reason=finish,
         tag=tag,
         reward=Reward(value=reward) if reward is not None else Reward(value=None, failure="broke"),
@@ -752,7 +760,7 @@ OLDER = {"async_generation_ratio": 1.0, "actor_infer": {"device_mapping": [1]}}
 def test_ahead_rollouts_are_scored_by_the_current_policy():
     groups = groups_of((1.0, 0.0))
     old = groups[0].samples[1]
-    stale = replace(old, versions=np.array([-1, -1], dtype=np.int32), logprobs=np.array([-3.0, -1.0], dtype=np.float32))
+    stale = replace(old, versions=np.array([0, 0], dtype=np.int32), logprobs=np.array([-3.0, -1.0], dtype=np.float32))
     groups = [Group(id="0", samples=(groups[0].samples[0], stale))]
     run, sequences = step(groups, {"actor_train": FakeRole(logprob=-0.7)}, **OLDER)
     assert run.metrics["actor/logprob_gap"] == pytest.approx(0.2)  # |-0.7 + 0.5|
@@ -765,7 +773,7 @@ def test_tokens_after_older_weights_do_not_count_as_engine_gap():
     groups = groups_of((1.0, 0.0))
     fresh, other = groups[0].samples
     logprobs = np.array([-3.0, -1.0], dtype=np.float32)
-    going_on = replace(other, versions=np.array([-1, 0], dtype=np.int32), logprobs=logprobs)
+    going_on = replace(other, versions=np.array([0, 1], dtype=np.int32), logprobs=logprobs)
     run, _ = step([Group(id="0", samples=(fresh, going_on))], {"actor_train": FakeRole(logprob=-0.7)}, **OLDER)
     assert run.metrics["actor/logprob_gap"] == pytest.approx(0.2)
     assert run.metrics["actor/logprob_lag"] == pytest.approx((2.3 + 0.3) / 2)
@@ -879,7 +887,7 @@ def turn(length: int, parent: int | None = None, reward: float | None = None, ma
         context_ids=np.array([7, 8]),
         sampled_ids=np.arange(length),
         logprobs=np.full(length, -0.5, dtype=np.float32),
-        versions=np.zeros(length, dtype=np.int32),
+        versions=np.ones(length, dtype=np.int32),
         loss_mask=np.array([1] * length if mask is None else mask, dtype=bool),
         finish_reason="stop",
         reward=reward,

@@ -297,7 +297,7 @@ def test_nothing_begins_between_two_attempts_to_publish(error):
         to = Published()
         attempts = []
 
-        async def publish(version, *, changed_at):
+        async def publish(version, *, changed_at, keeps_weights):
             attempts.append(version)
             await asyncio.sleep(1)
             if len(attempts) == 1:
@@ -307,7 +307,9 @@ def test_nothing_begins_between_two_attempts_to_publish(error):
             assert to.replicas[0].begun == []
             return "report"
 
-        publishing = asyncio.ensure_future(WeightSyncController._publish_to_all(None, to, Link(publish), 3, 3))
+        publishing = asyncio.ensure_future(
+            WeightSyncController._publish_to_all(None, to, Link(publish), 3, 3, keeps_weights=False)
+        )
         await asyncio.sleep(0.5)
         found = await asyncio.gather(to.queue.generate(REQUESTS), publishing)
         check(found[0])
@@ -322,11 +324,11 @@ def test_a_publish_that_fails_while_all_live_is_not_tried_again():
     async def main():
         to = Published()
 
-        async def publish(version, *, changed_at):
+        async def publish(version, *, changed_at, keeps_weights):
             raise WeightSyncError("other bytes than were sent")
 
         with pytest.raises(WeightSyncError, match="other bytes"):
-            await WeightSyncController._publish_to_all(None, to, Link(publish), 3, 3)
+            await WeightSyncController._publish_to_all(None, to, Link(publish), 3, 3, keeps_weights=False)
         assert len(to.revived) == 1
 
     in_virtual_time(main)

@@ -58,6 +58,8 @@ def python_function(key: Key, name: str, reward: str, framework: str, file: Any 
     """Convert a Python file with the reward function `name` to `rewards.<reward>`: a `function`."""
     file = str(key.value if file is None else file)
     path = Path(file)
+    if not path.name:
+        return key.refused(f"found {file!r}, expected a Python file with the reward function")
     parts = path.with_suffix("").parts
     module = path.stem if path.is_absolute() or file.startswith(("~", "$")) or ".." in parts else ".".join(parts)
     note = f"with {framework}'s signature; {path.name} must be importable"

@@ -122,8 +122,8 @@ def read_python(path: Path) -> Arguments:
             run.set(f"peft_config.{name}", value, adapter.places.get(name, adapter.where))
     elif adapter is not None:
         run.set("peft_config", adapter, places["peft_config"])
-    if rewards := arguments.pop("reward_funcs", None):
-        _rewards(run, rewards, places["reward_funcs"], guarded=trainer.guarded)
+    if arguments.get("reward_funcs"):
+        _rewards(run, arguments.pop("reward_funcs"), places["reward_funcs"], guarded=trainer.guarded)
     for name, value in arguments.items():
         run.set(name, value, places[name])
     run.values = {name: _plain(value) for name, value in run.values.items()}

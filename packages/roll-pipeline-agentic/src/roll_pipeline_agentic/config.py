@@ -366,6 +366,8 @@ class AgenticConfig(EpisodeConfig, PolicyConfig):
         "error_max_len_clip": "set max_len_mask",
     }
 
+    max_steps: PositiveInt = 500  # that of `RunConfig`, by `EpisodeConfig`, would come before that of `BatchKeys`
+    """Pipeline steps: one batch of rollouts each."""
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
     """Episodes of a step."""
     rollout_batch_size: PositiveInt = 128
