@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from roll_migrate.rules import IMPORT_STATUSES
 from roll_testing.errors import mentions, raises_error
 
 FILES = Path(__file__).parent / "roll"
+FROZEN = ["vision", "projector"]
+SPLIT_A_SEQUENCE = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    "ulysses_size",
+)
 IMPORTABLE = (
     "rlvr_megatron_vllm",
     "rlvr_async_sglang",
@@ -761,8 +767,8 @@ def test_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, monke
     ("name", "key", "value"),
     [
         ("agentic", "pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"),
-        ("rlvr_megatron_vllm", "actor_train.data_args.video_key", "videos"),
         ("distill", "student.data_args.audio_key", "audio"),
+        ("rlvr_images", "actor_train.data_args.audio_folder", "sounds"),
     ],
 )
 def test_configs_with_other_media_are_refused_by_key(name, key, value, registry, tmp_path):
@@ -775,16 +781,17 @@ def test_configs_with_other_media_are_refused_by_key(name, key, value, registry,
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "role"),
+    ("name", "keys", "role", "column"),
     [
-        ("distill", {"student_pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "actor_train"),
-        ("distill", {"student.data_args.image_key": "images"}, "actor_train"),
-        ("sft_fsdp2", {"pretrain": "Qwen/Qwen3-VL-4B-Instruct"}, "sft_train"),
-        ("dpo", {"pretrain": "llava-1.5-7b"}, "actor_train"),
-        ("rlvr_images", {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "actor_train"),
+        ("distill", {"student_pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "actor_train", "image"),
+        ("distill", {"student.data_args.image_key": "images"}, "actor_train", "images"),
+        ("sft_fsdp2", {"pretrain": "Qwen/Qwen3-VL-4B-Instruct"}, "sft_train", "images"),
+        ("dpo", {"pretrain": "llava-1.5-7b"}, "actor_train", "images"),
+        ("rlvr_images", {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "actor_train", "images"),
+        ("rlvr_images", {"actor_train.model_args.freeze_module_prefix": "vision_model"}, "actor_train", "images"),
     ],
 )
-def test_columns_of_images_are_imported(name, keys, role, registry, tmp_path):
+def test_columns_of_images_are_imported(name, keys, role, column, registry, tmp_path):
     data = compose(FILES / f"{name}.yaml", (), registry).data
     for key, value in keys.items():
         put(data, tuple(key.split(".")), value)
@@ -792,9 +799,102 @@ def test_columns_of_images_are_imported(name, keys, role, registry, tmp_path):
     file.write_text(yaml.safe_dump(data))
     imported = import_roll(file, registry).config[role]
     data_args = imported["data_args"]
-    assert data_args["images"] == "images"
+    assert data_args["images"] == column
     assert data_args.get("max_pixels") == (100000 if name == "rlvr_images" else None)
-    assert imported["model_args"].get("freeze") == (None if "student.data_args.image_key" in keys else [])
+    freeze = {"student.data_args.image_key": None, "actor_train.model_args.freeze_module_prefix": FROZEN}
+    assert imported["model_args"].get("freeze") == freeze.get(next(iter(keys)), [])
+
+
+def converted(data, registry, tmp_path):
+    """The import of a config with these values."""
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return import_roll(file, registry)
+
+
+def test_rows_with_images_have_rolls_columns(registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data | {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}
+    data["validation"] = {"data_args": {"file_name": "held_out.json"}}
+    config = converted(data, registry, tmp_path).config
+    for role in ("actor_train", "validation"):
+        assert config[role]["data_args"]["images"] == "images"
+        assert config[role]["data_args"]["tag"] == "data_source"
+    assert config["rewards"]["math"]["ground_truth"] == "reward_model.ground_truth"
+
+
+def test_agents_that_freeze_an_encoder_see_text(registry, tmp_path):
+    data = compose(FILES / "agentic.yaml", (), registry).data
+    put(data, ("actor_train", "model_args", "freeze_module_prefix"), "vision_model")
+    assert "images" not in converted(data, registry, tmp_path).config["actor_train"].get("data_args", {})
+
+
+def test_keys_of_videos_are_imported(registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data | {"pretrain": "Qwen/Qwen3-VL-4B-Instruct"}
+    data["actor_train"]["data_args"] = {
+        **{"file_name": "rows.json", "video_folder": "clips", "video_max_frames": 16},
+        **{"video_fps": 1.5, "video_max_pixels": 50000, "video_min_pixels": 4000},
+    }
+    imported = converted(data, registry, tmp_path)
+    written = imported.config["actor_train"]["data_args"]
+    assert written["videos"] == "video"
+    assert "images" not in written
+    assert written["image_roots"] == ["clips"]
+    assert (written["max_frames"], written["video_fps"], written["max_pixels"]) == (16, 1.5, 50000)
+    status = {entry.key: entry.status for entry in imported.keys}
+    assert status["actor_train.data_args.video_min_pixels"] == "unsupported"
+
+
+def of_strategy(name, keys, steps, samples, slots=16):
+    return {
+        "strategy_args": {"strategy_name": name, "strategy_config": keys},
+        "device_mapping": f"list(range(0,{slots}))",
+        "training_args": {"gradient_accumulation_steps": steps, "per_device_train_batch_size": samples},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "before", "after"),
+    [
+        ("megatron_train", {"tensor_model_parallel_size": 4, "sequence_parallel": True}, (256, 2), (64, 2)),
+        ("megatron_train", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, (2, 4), (1, 2)),
+        ("megatron_train", {"expert_model_parallel_size": 8, "context_parallel_size": 2}, (6, 1), (3, 1)),
+        ("fsdp2_train", {"ulysses_size": 4, "fsdp_size": 8}, (8, 1), (2, 1)),
+    ],
+)
+def test_runs_with_images_train_by_plain_fsdp2(name, keys, before, after, registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data | {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}
+    data["actor_train"] |= of_strategy(name, keys, *before)
+    imported = converted(data, registry, tmp_path)
+    role = imported.config["actor_train"]
+    assert role["strategy_args"]["strategy_name"] == "fsdp2_train"
+    assert role["strategy_args"].get("strategy_config", {}) == {key: keys[key] for key in ("fsdp_size",) if key in keys}
+    args = role["training_args"]
+    assert (args["gradient_accumulation_steps"], args["per_device_train_batch_size"]) == after
+    ranks = 16 // math.prod(size for key, size in keys.items() if key in SPLIT_A_SEQUENCE)
+    assert math.prod(before) * ranks == math.prod(after) * 16
+    status = {entry.key: entry.status for entry in imported.keys}
+    assert all(
+        status[f"actor_train.strategy_args.strategy_config.{key}"] == "not needed" for key in keys if key[0] != "f"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [({"tensor_model_parallel_size": 4}, 3), ({"moe_aux_loss_coeff": 0.01}, 4)],
+)
+def test_megatron_stays_if_its_gradients_would_change(keys, steps, registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data | {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}
+    data["actor_train"] |= of_strategy("megatron_train", keys, steps, 1)
+    role = converted(data, registry, tmp_path).config["actor_train"]
+    assert role["strategy_args"] == {"strategy_name": "megatron_train", "strategy_config": keys}
+    assert role["training_args"]["gradient_accumulation_steps"] == steps
+
+
+def test_megatron_stays_in_runs_without_images(registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data | {"pretrain": "Qwen/Qwen3-4B"}
+    data["actor_train"] |= of_strategy("megatron_train", {"tensor_model_parallel_size": 4}, 4, 1)
+    role = converted(data, registry, tmp_path).config["actor_train"]
+    assert role["strategy_args"]["strategy_name"] == "megatron_train"
 
 
 @pytest.mark.parametrize(

@@ -507,6 +507,7 @@ def test_every_key_of_a_file_is_reported_once(registry):
             "not needed",
             {"data.image_key": None},
         ),
+        ({"data__enable_thinking": True}, "data.enable_thinking", "dead", {"data.enable_thinking": None}),
         ({"data__video_key": "clips"}, "data.video_key", "renamed", {"actor_train.data_args.videos": "clips"}),
         ({"data__audio_key": "sounds"}, "data.audio_key", "unsupported", {"data.audio_key": "sounds"}),
         *(
@@ -685,6 +686,25 @@ def test_columns_of_images_are_imported(name, keys, column, freeze, registry, tm
     for role in ("actor_train", "validation"):
         assert imported.config[role]["data_args"]["images"] == column
     assert imported.config["actor_train"]["model_args"]["freeze"] == freeze
+
+
+def test_images_are_trained_by_fsdp2_instead_of_megatron(registry, tmp_path):
+    keys = (
+        "data.train_files=a.parquet data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16"
+        " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.rollout.n=4"
+        " actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+        " actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2"
+        " actor_rollout_ref.actor.megatron.context_parallel_size=2 trainer.n_gpus_per_node=8"
+        " +actor_rollout_ref.actor.megatron.override_transformer_config.enable_vision_context_parallelism=True"
+    )
+    imported = script(f"{PPO} actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-3B-Instruct {keys}\n", registry, tmp_path)
+    train, reference = imported.config["actor_train"], imported.config["reference"]
+    assert train["strategy_args"] == {"strategy_name": "fsdp2_train"}
+    assert reference["strategy_args"] == {"strategy_name": "fsdp2_infer"}
+    assert train["training_args"]["gradient_accumulation_steps"] * 8 == 16 * 4
+    assert "actor_rollout_ref" not in imported.config
+    notes = {entry.to: entry.note for entry in imported.keys if entry.status == "added"}
+    assert notes[("reference.strategy_args.strategy_name",)].startswith("'fsdp2_infer'")
 
 
 @pytest.mark.parametrize(

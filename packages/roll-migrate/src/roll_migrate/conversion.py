@@ -1,12 +1,14 @@
 """Conversion of another framework's config by a table of rules, and the report on its keys.
 
 map each key by the table -> add the framework's defaults that differ -> remove keys that a strategy refuses
+    -> replace parallelism that reads no images
 
 A subclass belongs to one framework. It supplies the table and the defaults.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -23,7 +25,7 @@ from roll_migrate.rules import AnyName, Default, Key, Outcome, convert_single, d
 from roll_migrate.strategies import refusals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from roll_core.config.compose import ComposedConfig
     from roll_core.config.source import KeyPath, Source
@@ -33,6 +35,13 @@ if TYPE_CHECKING:
 GENERATES = "actor_infer"
 NULL_MEANS_SOMETHING = ("track_with",)
 """Keys for which null and a missing key mean different things."""
+
+FOR_IMAGES = {f"{engine}_{does}": f"fsdp2_{does}" for engine in ("megatron", "fsdp2") for does in ("train", "infer")}
+"""Strategies that read no images, or none with context parallelism, and those that do."""
+SPLITTING = ("tensor_model_parallel_size", "ulysses_size", "ring_size")
+"""Keys of FSDP2 that are removed."""
+AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Keys of Megatron's `strategy_config` that change gradients, and that FSDP2 lacks."""
 
 _ENVIRONMENT = re.compile(r"\$\{oc\.(?:env:[^${}]*|decode:\s*\$\{oc\.env:[^${}]*\})\}")
 
@@ -89,10 +98,11 @@ class Conversion:
         """Convert to a config of `pipeline`. `unused` has reasons for top-level keys that are not needed."""
         self.config["pipeline"] = pipeline
         self._mapping(self.table, self._keys(), (), unused or {})
-        added = self._put_added(list(self._defaults()))
+        added = self._put_added(self._defaults())
         for role in self._roles():
             if isinstance(value_at(self.config, (*role, "strategy_args", "strategy_name")), str):
                 self._strategy(role)
+                added = self._reading_images(role, added)
         added += self._put_added(self._late_defaults())
         remaining = [entry for entry in added if has(self.config, dotted(entry.to[0]))]
         return ImportedConfig(pipeline, self.config, (*self.entries.values(), *remaining))
@@ -119,9 +129,9 @@ class Conversion:
         return ()
 
     def _defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
-        """Values, with a note each, where the new config has none."""
-        source, config, note = self.source, self.config, self.default_note
-        return [added for default in self.defaults for added in default.added(source, config, note)]
+        """Values, with a note each, where the new config has none. Each is added before the next is computed."""
+        for default in self.defaults:
+            yield from default.added(self.source, self.config, self.default_note)
 
     def _late_defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
         """Values that depend on what the strategies' schemas accepted."""
@@ -240,6 +250,62 @@ class Conversion:
         if generates:
             self.quantized = schema.model_construct(**accepted).weight_format() != "dtype"
 
+    def _reading_images(self, role: KeyPath, added: list[ImportedKey]) -> list[ImportedKey]:
+        """Replace Megatron, and context parallelism, by plain FSDP2 in a run with images, also in `added` entries.
+
+        FSDP2 shards the model over all ranks: those that computed a sequence together get sequences of their own, and
+        accumulate fewer, so that an optimizer step has as many as before. If their number does not divide those of a
+        step, or a router has an auxiliary loss, the strategy stays, and `check` rejects it.
+        """
+        settings = value_at(self.config, role)
+        arguments = settings["strategy_args"]
+        name, options = arguments["strategy_name"], arguments.get("strategy_config") or {}
+        if name not in FOR_IMAGES or not isinstance(options, dict) or not self._has_images():
+            return added
+        if name in FOR_IMAGES.values() and not any(options.get(key, 1) != 1 for key in SPLITTING[1:]):
+            return added
+        try:
+            providers = [self.registry.find(TrainProvider, strategy) for strategy in (name, FOR_IMAGES[name])]
+        except PluginError:
+            return added  # `check` names the missing package
+        before, after = (
+            schema_of(provider, StrategyConfig, owner=self.registry.owner(provider)) for provider in providers
+        )
+        accepted = {key: value for key, value in options.items() if key in before.model_fields}
+        sizes = before.model_construct(**accepted).parallel_sizes()
+        together = [sizes.get(kind, 1) for kind in ("tensor_parallel", "pipeline_parallel", "context_parallel")]
+        training = settings.get("training_args") or {}
+        batch = _accumulating_less(training, together) if name.endswith("_train") else {}
+        if batch is None or any(accepted.get(key) for key in AUXILIARY_LOSSES):
+            return added
+        why = "FSDP2 shards the model over all ranks"
+        for key in accepted:
+            if key not in after.model_fields or key in SPLITTING:
+                self._withdraw((*role, "strategy_args", "strategy_config", key), "not needed", why)
+        if name != FOR_IMAGES[name]:
+            target = (*role, "strategy_args", "strategy_name")
+            added = self._rewrite(target, FOR_IMAGES[name], f"{name} reads no images; {why}", added)
+        for key, value in batch.items():
+            reason = f"FSDP2 has {math.prod(together)} times as many ranks with samples of their own"
+            added = self._rewrite((*role, "training_args", key), value, reason, added)
+        return added
+
+    def _has_images(self) -> bool:
+        """True if the new config names a column of images or videos."""
+        rows = (value_at(self.config, (str(name), "data_args")) for name in self.config)
+        return any(isinstance(row, dict) and (row.get("images") or row.get("videos")) for row in rows)
+
+    def _rewrite(self, target: KeyPath, value: Any, reason: str, added: list[ImportedKey]) -> list[ImportedKey]:
+        """Change a value of the new config, and its entries."""
+        old, name = value_at(self.config, target), ".".join(target)
+        put(self.config, target, value)
+        shown = show(value, target[-1])
+        for path, entry in self.entries.items():
+            if name in entry.to:
+                note = f"{show(old, target[-1])} → {shown}: {reason}"
+                self.entries[path] = replace(entry, status="changed", note=note)
+        return [replace(entry, note=f"{shown}: {reason}") if name in entry.to else entry for entry in added]
+
     def _slots(self, role: KeyPath, schema: type[StrategyConfig], options: dict[str, Any]) -> None:
         slots = value_at(self.config, role).get("num_gpus_per_worker")
         computed = schema.model_construct(**options).slots_per_worker() if role == (GENERATES,) else 1
@@ -253,6 +319,23 @@ class Conversion:
         for path, entry in self.entries.items():
             if any(to == name or to.startswith(f"{name}.") for to in entry.to):
                 self.entries[path] = replace(entry, status=status, to=(), note=reason)
+
+
+def _accumulating_less(training: Mapping[str, Any], together: Sequence[Any]) -> dict[str, int] | None:
+    """Keys of `training_args` that change for as many samples per optimizer step on more data-parallel ranks.
+
+    The product of `together` is the number of such ranks for one before. None if it does not divide the samples.
+    """
+    names = ("gradient_accumulation_steps", "per_device_train_batch_size")
+    old = [training.get(name, 1) for name in names]
+    if not all(isinstance(value, int) for value in (*old, *together)):
+        return None
+    more = math.prod(together)
+    fewer = math.gcd(old[0], more)
+    if old[1] * fewer % more:
+        return None
+    new = (old[0] // fewer, old[1] * fewer // more)
+    return {name: value for name, value, before in zip(names, new, old, strict=True) if value != before}
 
 
 def leaf_paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:

@@ -27,6 +27,8 @@ from roll_migrate.roll_keys import (
     AGENTIC,
     DEFAULTS,
     DISTILL,
+    GROUND_TRUTH,
+    OF_IMAGE_ROWS,
     ON_POLICY_DISTILL,
     PREFERENCE,
     REWARD_FLOW,
@@ -35,7 +37,7 @@ from roll_migrate.roll_keys import (
     STRATEGIES,
     TEACHER,
 )
-from roll_migrate.roll_pipelines import ON_POLICY, only_evaluates, recognise
+from roll_migrate.roll_pipelines import ON_POLICY, has_images, only_evaluates, recognise
 from roll_migrate.roll_values import is_pure
 from roll_migrate.rules import AnyName, Key, KeyRule, Outcome, value_at
 
@@ -175,7 +177,12 @@ class _RollConversion(Conversion):
     def _defaults(self) -> Iterable[tuple[KeyPath, object, str]]:
         roles = (GENERATES, "actor_train", "sft_train", "critic", "validation", "val_env_manager")
         added = Conversion._defaults(self)
-        return (default for default in added if default[0][0] not in roles or default[0][0] in self.config)
+        yield from (default for default in added if default[0][0] not in roles or default[0][0] in self.config)
+        if self.pipeline == "rlvr" and has_images(self.source):
+            rewards = self.config.get("rewards")
+            for domain in rewards if isinstance(rewards, dict) else ():
+                if value_at(rewards, (domain, "reward")) == "math_rule":
+                    yield ("rewards", domain, "ground_truth"), GROUND_TRUTH, OF_IMAGE_ROWS
 
     def _late_defaults(self) -> Iterator[tuple[KeyPath, object, str]]:
         """Disable a correction that roll-core has by default."""

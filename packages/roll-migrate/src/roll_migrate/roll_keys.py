@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from roll_migrate import roll_values as values
-from roll_migrate.roll_pipelines import ON_POLICY, has_images
+from roll_migrate.roll_pipelines import ON_POLICY, has_images, has_videos
 from roll_migrate.rules import (
     AnyName,
     Default,
@@ -81,8 +81,14 @@ DATA: Table = {
     "file_name": change("kept; a pattern is replaced by the matching files", values.file_name, nested=True),
     **keys("tag id domain_interleave_probs max_pixels", keep()),
     "image_key": rename("images"),
-    "image_max_pixels": rename("max_pixels"),
-    **keys("min_pixels image_min_pixels", refused("the model's processor enlarges small images")),
+    **keys("image_max_pixels video_max_pixels", rename("max_pixels")),
+    **keys("min_pixels image_min_pixels video_min_pixels", refused("the model's processor enlarges small images")),
+    "video_key": rename("videos"),
+    "video_fps": keep(),
+    "video_max_frames": rename("max_frames"),
+    "video_total_pixels": refused("set max_frames and max_pixels"),
+    "video_resize_chunk_frames": unneeded("it does not affect results"),
+    **keys("image_folder video_folder", change("→ `image_roots`", values.image_root)),
     "messages": change("kept in rlvr", values.messages_column),
     "prompt": change("kept in rlvr without messages, with `template: plain`", values.prompt_column),
     "template": change("`qwen2_5`, `qwen3` → `native`, `empty` → `chatml`", values.template),
@@ -526,7 +532,15 @@ STRATEGIES: dict[str, Table] = {
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("template", "messages", "prompt", "query", "response", "system", "images", "tag", "chosen", "rejected")
+COLUMNS = (
+    *("template", "messages", "prompt", "query", "response", "system", "images", "videos", "image_roots"),
+    *("tag", "chosen", "rejected"),
+)
+
+
+OF_IMAGE_ROWS = "the column of ROLL's rows with images: check it"
+GROUND_TRUTH = "reward_model.ground_truth"
+"""Column of the answers in ROLL's rows with images of rlvr."""
 
 
 def _trained(role: str) -> tuple[Default, ...]:
@@ -570,11 +584,15 @@ def _evaluated(trained: str, **columns: str) -> tuple[Default, ...]:
         )
 
     defaults = (Default(f"{trained}.data_args.{name}", column) for name, column in columns.items())
-    images = Default(
-        f"{trained}.data_args.images", "images", has_images, "the config does not name the column of images: check it"
-    )
+    unnamed = "the config does not name the column of {}: check it"
+
+    def only_images(source: Mapping[str, Any]) -> bool:
+        return has_images(source) and not has_videos(source)
+
+    images = Default(f"{trained}.data_args.images", "images", only_images, unnamed.format("images"))
+    videos = Default(f"{trained}.data_args.videos", "video", has_videos, unnamed.format("videos"))
     freeze = Default(f"{trained}.model_args.freeze", lambda source, _: [], _trains_images, "ROLL trains the encoder")
-    return (*defaults, images, freeze, *map(like_trained, COLUMNS))
+    return (*defaults, images, videos, freeze, *map(like_trained, COLUMNS))
 
 
 def _trains_images(source: Mapping[str, Any]) -> bool:
@@ -595,6 +613,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default(
             "max_running_requests", values.MAX_RUNNING, _expands, "ROLL's default; responses are separate requests"
         ),
+        Default("actor_train.data_args.tag", "data_source", has_images, OF_IMAGE_ROWS),
         *_evaluated("actor_train"),
     ),
     "agentic": (*_sampling("val_env_manager"), Default("adv_estimator", "gae"), *_evaluated("actor_train")),
@@ -626,6 +645,10 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("max_grad_norm", 0.0),
         Default("num_return_sequences_in_group", 1),
         Default("rollout_batch_size", values.rows_of_a_step, note="the rows of an optimizer step"),
+        *(
+            Default(f"actor_train.data_args.{name}", column, has_images, OF_IMAGE_ROWS)
+            for name, column in (("prompt", "problem"), ("response", "solution"), ("images", "image"))
+        ),
         *_evaluated("actor_train"),
     ),
     "preference": (*_trained("actor_train"), *_evaluated("actor_train", prompt="instruction")),

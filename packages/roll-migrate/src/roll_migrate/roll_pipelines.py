@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import UnsupportedError
 from roll_migrate.rules import value_at
-from roll_migrate.shared_rules import reads_images
+from roll_migrate.shared_rules import reads_images, refuse_audio
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from roll_core.config.positions import Positions
 
@@ -40,12 +40,16 @@ IMPORTABLE = {
 }
 """ROLL's pipelines that are imported, and the names of their tables: roll-core's pipelines, and `ON_POLICY`."""
 REWARD_FL_STRATEGY = "diffusion_deepspeed_train"
-OF_OTHER_MEDIA = ("video", "audio")
-WITHOUT_IMAGES = ("agentic", "on-policy distillation", "Reward-FL")
-"""Pipelines whose configs with images are not imported."""
+WITHOUT_IMAGES = {
+    "agentic": "environments whose observations are images are not converted: write env_config, see docs/agentic.md",
+    "on-policy distillation": "roll-core distils on-policy without images",
+    "Reward-FL": "a flow model is trained without them",
+}
+"""Pipelines whose configs with images are not imported, and why."""
 MODELS = ("pretrain", "model_name_or_path", "template", "reward_pretrain", "student_pretrain", "teacher_pretrain")
 """Keys whose values tell whether a model reads images."""
-REWARDS_OF_VIDEO = ("VideoR1RewardWorker",)
+VIDEO_KEYS = ("video_key", "video_folder")
+"""Keys of `data_args` of rows with videos."""
 
 
 def recognise(data: Mapping[str, Any], written: Positions) -> str:
@@ -54,8 +58,13 @@ def recognise(data: Mapping[str, Any], written: Positions) -> str:
     Raises `UnsupportedError`, with the decisive key, if there is none.
     """
     name, lacks, seen = _kind(data)
-    if name and (of_images := _of_images(data, others_only=name not in WITHOUT_IMAGES)):
-        name, lacks, seen = f"{name.removesuffix(' with images')} with images", "images or video", of_images
+    refuse_audio({str(written.key(path)): value for path, value in _keys(data) if path[-1] in MODELS})
+    for path, value in _keys(data):
+        if "data_args" in path and path[-1].startswith("audio") and value is not None:
+            raise UnsupportedError(f"{written.key(path)}: {'.'.join(path)}: rows with audio are not supported")
+    if name in WITHOUT_IMAGES and (of_images := next(_of_images(data), None)):
+        where = f"{written.key(of_images)}: {'.'.join(of_images)}"
+        raise UnsupportedError(f"{where} belongs to ROLL's {name} pipeline with images: {WITHOUT_IMAGES[name]}")
     has_environments = any(data.get(key) for key in AGENTIC_KEYS)
     of_agents = name == "on-policy distillation" and (
         has_environments or data.get("pure_opd_pipeline_type") == "agentic"
@@ -91,9 +100,6 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
         return kind
     if data.get("actor_train") is None:
         return "rollout-only", "rollouts but no training", ("actor_infer",) if "actor_infer" in data else ("rewards",)
-    for domain, reward in (data["rewards"] if isinstance(data["rewards"], dict) else {}).items():
-        if str(value_at(reward, ("worker_cls",))).endswith(REWARDS_OF_VIDEO):
-            return "rlvr with images", "images or video", ("rewards", str(domain), "worker_cls")
     return kind
 
 
@@ -103,19 +109,30 @@ def only_evaluates(data: Mapping[str, Any]) -> bool:
 
 
 def has_images(data: Mapping[str, Any]) -> bool:
-    """True if a model or a template reads images, by its name."""
-    return bool(_of_images(data, others_only=False))
+    """True if a model or a template reads images, by its name, or if a run of rlvr freezes an image encoder."""
+    return next(_of_images(data), None) is not None
 
 
-def _of_images(data: Mapping[str, Any], path: tuple[str, ...] = (), *, others_only: bool) -> tuple[str, ...]:
-    """Path of the first key that names a model with images, or a column of video or audio; empty without one."""
+def has_videos(data: Mapping[str, Any]) -> bool:
+    """True if rows have videos."""
+    return any("data_args" in path and path[-1] in VIDEO_KEYS and value is not None for path, value in _keys(data))
+
+
+def _of_images(data: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the keys that tell of images or videos."""
+    is_rlvr = _kind(data)[0] == "rlvr"
+    for path, value in _keys(data):
+        prefix = str(value).removeprefix("model.")
+        freezes = is_rlvr and path[-1] == "freeze_module_prefix" and prefix.startswith(("vision", "visual"))
+        columns = "data_args" in path and path[-1] in VIDEO_KEYS and value is not None
+        if (path[-1] in MODELS and reads_images(value)) or freezes or columns:
+            yield path
+
+
+def _keys(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path and value of each key whose value is not a mapping."""
     for name, value in data.items():
-        here = (*path, str(name))
         if isinstance(value, dict):
-            if inner := _of_images(value, here, others_only=others_only):
-                return inner
-        elif (name in MODELS and not others_only and reads_images(value)) or (
-            "data_args" in path and str(name).startswith(OF_OTHER_MEDIA) and value is not None
-        ):
-            return here
-    return ()
+            yield from _keys(value, (*path, str(name)))
+        else:
+            yield (*path, str(name)), value

@@ -436,6 +436,11 @@ def file_name(value: Any, key: Key) -> Outcome:
     return key.changed({key.path: files}, f"{', '.join(patterns)}: the files that match now")
 
 
+def image_root(value: Any, key: Key) -> Outcome:
+    """ROLL joins it with the names of images or videos in rows."""
+    return key.renamed({(*key.path[:-1], "image_roots"): [value]})
+
+
 def dataset_type(value: Any, key: Key) -> Outcome:
     """ROLL has loaders for json, arrow, csv, parquet and text (roll/datasets/dataset.py)."""
     if value in ("json", "arrow", "csv", "parquet"):

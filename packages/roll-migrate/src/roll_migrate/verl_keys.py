@@ -895,7 +895,8 @@ MEGATRON: Table = {
         **keys(
             "attention_backend apply_rope_fusion gradient_accumulation_fusion masked_softmax_fusion"
             " bias_activation_fusion bias_dropout_fusion persist_layer_norm deallocate_pipeline_outputs"
-            " moe_permute_fusion moe_enable_deepep moe_flex_dispatcher_backend moe_shared_expert_overlap",
+            " moe_permute_fusion moe_enable_deepep moe_flex_dispatcher_backend moe_shared_expert_overlap"
+            " enable_vision_context_parallelism",
             FASTER,
         ),
         **keys(
@@ -1185,6 +1186,7 @@ DATA: Table = {
     "custom_cls": keys("path name", refused("custom code that makes rows")),
     "tokenizer": refused("the model's own is used"),
     **keys("tool_config_path function_tool_path", refused(NO_TOOLS)),
+    "enable_thinking": lambda value, key: key.dead("verl reads apply_chat_template_kwargs.enable_thinking"),
     "mm_processor_kwargs": refused("the processor has no arguments", {}),
     "image_key": nested(images),
     "video_key": videos,
