@@ -208,10 +208,14 @@ def hub_name(path: Any, subset: Any, split: Any, revision: Any, where: str) -> A
 def _rewards(run: Arguments, functions: Any, where: str, *, guarded: bool = True) -> None:
     """Reward functions stay where they are; several are the components of one sum."""
     listed = functions if isinstance(functions, list) else [functions]
+    if any(isinstance(function, dict) for function in listed):
+        raise _wrong(where, "reward_funcs", "found a mapping, expected a function or a list of functions")
     weights = run.values.get("reward_weights") or [1.0] * len(listed)
     components: dict[str, dict[str, Any]] = {}
     penalty: dict[str, Any] = {}
     rest: list[Any] = []
+    if not isinstance(weights, list) or len(weights) != len(listed):
+        listed, weights, rest = [], [], listed  # TRL refuses them, too
     for function, weight in zip(listed, weights, strict=False):
         if isinstance(function, str) and "/" not in function:
             module, _, name = function.rpartition(".")
@@ -272,13 +276,14 @@ def _flat(run: Arguments, values: Mapping[str, Any], places: Mapping[str, str]) 
     """Arguments of TRL's command line, whose rewards and data sets have other names."""
     data = dict(values)
     data.pop("env", None)
-    rewards = data.pop("reward_funcs", None) or data.pop("reward_model_name_or_path", None)
+    reward_key = next((key for key in ("reward_funcs", "reward_model_name_or_path") if data.get(key)), "")
+    rewards = data.pop(reward_key, None)
     name, subset = data.pop("dataset_name", None), data.pop("dataset_config", None)
     splits = {"train": data.pop("dataset_train_split", None), "eval": data.pop("dataset_test_split", None)}
     for key, value in data.items():
         run.set(key, value, places[key])
     if rewards:
-        _rewards(run, rewards, places.get("reward_funcs", places.get("reward_model_name_or_path", "")))
+        _rewards(run, rewards, places[reward_key])
     where = places.get("dataset_name", "")
     for part, split in splits.items() if name else ():
         if part == "train" or data.get("eval_strategy", "no") != "no":

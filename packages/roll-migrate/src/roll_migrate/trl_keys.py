@@ -183,9 +183,9 @@ def strategy(source: Source) -> tuple[str, dict[str, Any]]:
     kind = str(accelerate.get("distributed_type") or "NO").upper()
     deepspeed = source.get("deepspeed")
     if deepspeed or kind == "DEEPSPEED":
-        section = deepspeed if isinstance(deepspeed, dict) else {}
         options = accelerate.get("deepspeed_config") or {}
-        zero = dict(section.get("zero_optimization") or {}) or {"stage": options.get("zero_stage", 2)}
+        zero = lookup(source, "deepspeed.zero_optimization") if isinstance(deepspeed, dict) else None
+        zero = dict(zero) if isinstance(zero, dict) and zero else {"stage": options.get("zero_stage", 2)}
         for part in ("optimizer", "param"):
             device = options.get(f"offload_{part}_device")
             if device not in (None, "none"):
@@ -769,7 +769,11 @@ ACCELERATE: dict[str, Any] = {
     ),
 }
 ROLLOUTS: dict[str, Any] = {
-    "reward_funcs": nested(lambda value, key: key.refused("a reward is a function, or a reward model's name")),
+    "reward_funcs": nested(
+        lambda value, key: key.refused(
+            "a reward is a function, or a reward model's name, with one of reward_weights each"
+        )
+    ),
     "reward_weights": unneeded("reward_funcs has them"),
     "reward_processing_classes": unneeded("a reward model has its own tokenizer"),
     "num_generations": to("num_return_sequences_in_group"),
