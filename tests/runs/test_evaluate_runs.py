@@ -10,9 +10,11 @@ import yaml
 from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.errors import CheckpointMismatchError, ConfigError, DataError
+from roll_core.plugins.registry import load_registry
 from roll_core.runtime.run.loop import execute
 from roll_testing.errors import raises_error
 from roll_testing.runs import TINY
+from roll_tools.evaluation import evaluations
 
 REWARD = '''
 import math
@@ -168,6 +170,21 @@ def test_command_compares_a_run_its_checkpoint_and_a_directory(local_runs, evalu
     assert "+0 [+0, +0] of 32 prompts" in page
     report = (experiments[0] / "report.html").read_text(encoding="utf-8")
     assert 'id="scores"' in report
+
+
+@pytest.mark.parametrize(
+    ("models", "names"),
+    [
+        (["a/001/export", "b/001/export"], ["a-001-export", "b-001-export"]),
+        (["Qwen/Qwen3-8B", "a/001"], ["Qwen-Qwen3-8B", "a-001"]),
+        (["a/001", "a/001"], ["a-001", "a-001"]),
+    ],
+)
+def test_experiments_of_several_models_have_names_apart(models, names, local_runs, evaluation):
+    path = local_runs.folder / "evaluate.yaml"
+    path.write_text(yaml.safe_dump(evaluation(exp_name="x")), encoding="utf-8")
+    found = evaluations(models, path, (), load_registry(), files=False)
+    assert [each.config.exp_name for each in found] == [f"x-{name}" for name in names]
 
 
 @pytest.mark.parametrize("words", [["model"], ["one.yaml", "two.yaml", "model"], ["one.yaml"]])

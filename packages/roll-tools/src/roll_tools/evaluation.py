@@ -62,9 +62,9 @@ def evaluations(
     args = (values.get("actor_infer") or {}).get("model_args") or {}
     removed = [f"~actor_infer.model_args.{key}" for key in ("model_name_or_path", "random_init") if key in args]
     loaded = []
-    for model in models:
+    for model, label in zip(models, _labels(models), strict=True):
         settings = {
-            "exp_name": name if len(models) == 1 else f"{name}-{_label(model)}",
+            "exp_name": name if len(models) == 1 else f"{name}-{label}",
             "pretrain": model_directory(model, registry),
             "tokenizer": None,
         }
@@ -79,9 +79,14 @@ def evaluations(
     return loaded
 
 
-def _label(model: str) -> str:
-    """Part of an experiment's name for a model: the last two parts of its path."""
-    return re.sub(r"[^\w.-]+", "-", "-".join(Path(os.path.abspath(model)).parts[-2:]))
+def _labels(models: Sequence[str]) -> list[str]:
+    """Part of an experiment's name for each model: the last two parts of its path, or as many as tell them apart."""
+    paths = [Path(os.path.abspath(model)).parts for model in models]
+    for length in range(2, max(map(len, paths)) + 1):
+        tails = [parts[-length:] for parts in paths]
+        if len(set(tails)) == len(set(paths)):
+            break
+    return [re.sub(r"[^\w.-]+", "-", "-".join(tail)) for tail in tails]
 
 
 def model_directory(model: str, registry: Registry) -> str:
