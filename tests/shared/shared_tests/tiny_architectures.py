@@ -107,7 +107,13 @@ LONGROPE: Mapping[str, Any] = {
 _TEXT = {key: value for key, value in QWEN3.items() if key not in ("model_type", "rope_parameters")} | {
     "vocab_size": 61
 }
-_ENGINE_TEXT = _TEXT | {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "intermediate_size": 64}
+_ENGINE_TEXT = _TEXT | {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "initializer_range": 0.1,
+}
 """Sizes that SGLang computes on a CPU."""
 _VISION = {
     "hidden_size": 32,
