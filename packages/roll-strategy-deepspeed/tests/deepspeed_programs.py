@@ -20,7 +20,7 @@ from roll_modeling.offload import num_bytes
 from roll_strategy_deepspeed import optimizer_state, ranks, workarounds
 from roll_strategy_deepspeed.strategy import DeepSpeedStrategy
 from roll_testing.bench import Arrays, Case, Step, accumulate, built, outputs, take_step, weights
-from roll_testing.programs import Raised, Trained, raised
+from roll_testing.programs import Raised, Trained, observe, raised
 
 get_checkpoint_conversion_mapping("qwen3")  # a thousand regular expressions, which transformers keeps
 
@@ -187,7 +187,7 @@ def _count(strategy: DeepSpeedStrategy) -> int:
 def raise_and_go_on(rank: int, case: Case, spoilt: Step, steps: Sequence[Step]) -> tuple[Raised | None, Trained]:
     """What a loss that is not finite on one rank raises on each, and good steps after it."""
     with built(case, rank) as strategy:
-        return raised(lambda: accumulate(strategy, spoilt)), _go_on(strategy, steps)
+        return raised(lambda: accumulate(strategy, spoilt)), observe(strategy, steps)
 
 
 # -- the state that all strategies read --------------------------------------------------------------------------------
@@ -203,23 +203,11 @@ def hand_over(rank: int, case: Case, to: Case, steps: Sequence[Step], later: Seq
         state = first.export_state()
         kept = {name: _copied(state.read(name)) for name in state.shapes}
         second.import_state(replace(state, read=kept.__getitem__))
-        return _go_on(first, later), _go_on(second, later)
+        return observe(first, later), observe(second, later)
 
 
 def _copied(state: ParameterState) -> ParameterState:
     return ParameterState(**{each.name: getattr(state, each.name).clone() for each in fields(state)})
-
-
-def _go_on(strategy: DeepSpeedStrategy, steps: Sequence[Step]) -> Trained:
-    before = weights(strategy)
-    done = [take_step(strategy, step) for step in steps]
-    return Trained(
-        data_rank=strategy.data_rank,
-        stats=tuple(stats for stats, _ in done),
-        metrics=tuple(metrics for _, metrics in done),
-        before=before,
-        after=weights(strategy),
-    )
 
 
 def export_in_pieces(rank: int, case: Case, folder: str, piece_bytes: int) -> tuple[Arrays, int]:
