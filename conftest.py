@@ -166,7 +166,10 @@ def _not_here(item: pytest.Item, everything: bool) -> bool:
 
 @cache
 def _is_importable(module: str) -> bool:
-    return find_spec(module) is not None
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent
+        return False
 
 
 @cache
