@@ -107,7 +107,8 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("depth", [300, 900, 3_000, 100_000])
-def test_a_deeply_nested_record_hides_no_other_run(tmp_path, capsys, depth):
+def test_a_deeply_nested_record_hides_no_other_run(tmp_path, capsys, depth, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the comparison is written there
     run, _ = make_run(tmp_path)
     other, _ = make_run(tmp_path, "other")
     nested = "[" * depth + "]" * depth
