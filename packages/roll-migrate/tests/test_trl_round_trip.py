@@ -14,16 +14,28 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from roll_core.cli.main import main
+from roll_migrate.trl_keys import TABLES
 
 pytestmark = pytest.mark.engine("trl")
 
 SCRIPTS = Path(__file__).parent / "trl" / "runs"
+
+
+@pytest.mark.parametrize("trainer", TABLES)
+def test_every_argument_of_trl_has_a_rule(trainer):
+    import trl
+
+    config = next(getattr(trl, name) for name in dir(trl) if name.lower() == f"{trainer}config")
+    sources = (config, trl.ModelConfig, trl.DatasetMixtureConfig)
+    names = {argument.name for source in sources for argument in fields(source)}
+    assert names - TABLES[trainer].keys() == set()
 
 
 @pytest.fixture
