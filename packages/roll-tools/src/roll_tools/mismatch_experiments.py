@@ -461,6 +461,8 @@ class Examination:
 
     async def run(self) -> Diagnosis:
         """Examine weights, config keys, both sides, and whether the engine follows an update."""
+        if not self.reference.edits_attention:
+            self.not_examined.append("attention: the model's architecture has one of its own")
         await self._publish(self.engine)
         measured = await self._measure(self.engine)
         self.first_gap = current_gap = gap(measured.engine, measured.trainer)

@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from roll_modeling.activations import visited
 from roll_modeling.model import load_model
@@ -119,6 +125,7 @@ class Reference:
         self.kinds = {name: kind_of(name) for name, _ in self.model.named_modules()}
         self.base = float(_rope_base(self.model.config))
         self.edits_attention = _use_attention(self.model)
+        """False if the architecture has an attention of its own, which edits do not reach."""
         self._cached: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def logprobs(
@@ -323,10 +330,10 @@ def _processed(logits_RV: Tensor, sequence: ScoredTokens, params: SamplingParams
     scores = logits_RV.clone()
     penalty = edits.penalty * (params.repetition_penalty if edits.processed else 1.0)
     if penalty != 1:
+        penalise = RepetitionPenaltyLogitsProcessor(float(penalty))
         for index in range(len(scores)):
-            seen = torch.from_numpy(np.unique(sequence.tokens[: sequence.begin + index]))
-            seen_scores = scores[index, seen]
-            scores[index, seen] = torch.where(seen_scores > 0, seen_scores / penalty, seen_scores * penalty)
+            seen = torch.from_numpy(sequence.tokens[None, : sequence.begin + index])
+            scores[index] = penalise(seen, scores[index : index + 1])[0]
     if edits.softcap:
         scores = torch.tanh(scores / edits.softcap) * edits.softcap
     scores = scores / (temperature if edits.temperature is None else edits.temperature)
@@ -339,17 +346,9 @@ def _processed(logits_RV: Tensor, sequence: ScoredTokens, params: SamplingParams
 
 def _truncated(scores_RV: Tensor, params: SamplingParams) -> Tensor:
     """Scores without the tokens that top-k, top-p and min-p exclude."""
-    if params.top_k:
-        least = scores_RV.topk(min(params.top_k, scores_RV.shape[-1])).values[:, -1:]
-        scores_RV = scores_RV.masked_fill(scores_RV < least, -torch.inf)
-    if params.top_p < 1:
-        ordered = scores_RV.sort(descending=True)
-        probabilities = ordered.values.softmax(-1)
-        excluded = probabilities.cumsum(-1) - probabilities >= params.top_p
-        scores_RV = scores_RV.masked_fill(torch.zeros_like(excluded).scatter(1, ordered.indices, excluded), -torch.inf)
-    if params.min_p:
-        probabilities = scores_RV.softmax(-1)
-        scores_RV = scores_RV.masked_fill(
-            probabilities < params.min_p * probabilities.max(-1, keepdim=True).values, -torch.inf
-        )
+    warpers: list[Any] = [TopKLogitsWarper(params.top_k)] if params.top_k else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    for warper in warpers:
+        scores_RV = warper(None, scores_RV)
     return scores_RV
