@@ -10,7 +10,7 @@ from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_modeling.model import load_model
 from roll_modeling.process_group import ProcessGroup
 from roll_strategy_fsdp2.config import FSDP2Config
-from roll_strategy_fsdp2.sharding import find_layers, make_meshes
+from roll_strategy_fsdp2.sharding import find_layers, make_meshes, shard
 from roll_testing.errors import raises_error
 
 
@@ -21,6 +21,21 @@ def model():
 
 def test_layers_are_those_that_the_architecture_does_not_split(model):
     assert find_layers(model, []) == list(model.model.layers)
+
+
+def test_a_list_of_all_layers_is_the_default_otherwise():
+    keys = {"model_type": "openai-gpt", "vocab_size": 30, "n_positions": 8, "n_embd": 8, "n_layer": 3, "n_head": 2}
+    model = load_model(ModelSpec(random_init=keys))
+    assert not model._no_split_modules
+    assert find_layers(model, []) == list(model.transformer.h)
+
+
+def test_layers_that_share_a_weight_are_refused():
+    model = load_model(ModelSpec(random_init=TINY))
+    first, second = model.model.layers[:2]
+    second.mlp.up_proj = first.mlp.up_proj
+    with raises_error(ModelError, "Qwen3ForCausalLM", "mlp.up_proj.weight"):
+        shard(model, None, FSDP2Config(), None)
 
 
 def test_named_classes_are_found_outermost_first(model):

@@ -26,7 +26,8 @@ class WrapPolicy(Config):
     """`wrap_policy`: the modules that `fully_shard` wraps, each gathered and freed as a unit."""
 
     transformer_layer_cls_to_wrap: list[str] = Field(default_factory=list)
-    """Class names of the layers to wrap. Default: the model's `_no_split_modules`.
+    """Class names of the layers to wrap. Default: the model's `_no_split_modules`, or if it has none, the classes in
+    its list of all layers.
 
     The parameters outside these layers (embeddings, final norm, head) form one more unit. It is gathered once per
     forward and backward pass.

@@ -166,6 +166,7 @@ def shard(
     root = Root(model)
     named = config.wrap_policy.transformer_layer_cls_to_wrap
     layers = list(blocks) if blocks and not named else find_layers(model, named)
+    _check_apart(model, layers)
     on_host = CPUOffloadPolicy(pin_memory=meshes.layers.device_type != "cpu")
     options: dict[str, Any] = {
         "mp_policy": _precision(model, compute_dtype, DTYPES[config.reduce_dtype]),
@@ -187,12 +188,25 @@ def shard(
     return root
 
 
-def find_layers(model: PreTrainedModel, class_names: Sequence[str]) -> list[nn.Module]:
-    """The outermost modules of the classes `class_names`. Default: the classes in the model's `_no_split_modules`.
+def _check_apart(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+    """Raise `ModelError` for a parameter of two layers (Zamba): each would shard a copy of its own."""
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if owners.setdefault(parameter, layer) is not layer:
+                raise ModelError(
+                    f"{type(model).__name__}: two layers share their {name}, and FSDP2 shards each layer by itself: use"
+                    " strategy hf_train"
+                )
 
+
+def find_layers(model: PreTrainedModel, class_names: Sequence[str]) -> list[nn.Module]:
+    """The outermost modules of the classes `class_names`.
+
+    Default: the classes in the model's `_no_split_modules`, or if it has none, in its lists of one module per layer.
     Raises `ModelError` if the model has no such module.
     """
-    names = set(class_names) or set(getattr(model, "_no_split_modules", None) or ())
+    names = set(class_names) or set(getattr(model, "_no_split_modules", None) or ()) or _listed_classes(model)
     layers: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
@@ -211,6 +225,16 @@ def find_layers(model: PreTrainedModel, class_names: Sequence[str]) -> list[nn.M
             f" it has {', '.join(known)}"
         )
     return layers
+
+
+def _listed_classes(model: PreTrainedModel) -> set[str]:
+    """Classes of the modules in the model's lists of `num_hidden_layers` modules (BioGPT, CTRL, OpenAI GPT)."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):  # a library's model
+        return set()
+    count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    return {type(layer).__name__ for layers in lists for layer in layers}
 
 
 def as_fsdp(root: Root) -> FSDPModule:
