@@ -23,7 +23,7 @@ from roll_testing.bench import Step
 from roll_testing.bounds import check_near, check_rows, check_same, check_same_run
 from roll_testing.errors import mentions
 from roll_testing.losses import LOSSES, SPLITS, TRAINING, SpoiltLoss
-from roll_testing.models import make_batch
+from roll_testing.models import make_batch, write_checkpoint
 from roll_testing.programs import Trained, score, train
 from roll_testing.reference import Reference, TransformersModel
 from roll_testing.train_kit import registry
@@ -32,6 +32,7 @@ from shared_tests.module_programs import check_disagreement, check_low_precision
 from shared_tests.moving_average import check_moving_average
 from shared_tests.stored_buffers import check_stored_buffers
 from shared_tests.tiny_architectures import write_multimodal
+from shared_tests.tiny_models import tiny_config
 
 BATCH = make_batch(61)
 STEPS = [
@@ -90,6 +91,13 @@ def test_selective_recomputation_trains_as_hf_train(ranks, case, stage):
 @pytest.mark.parametrize("stage", [*sometimes(0, 1), 2, 3])
 def test_text_trains_a_model_with_images_as_in_hf_train(ranks, case, tmp_path, stage):
     trains_as_hf_train(ranks, case.with_(model=write_multimodal(tmp_path, "qwen3_vl")), zero(stage))
+
+
+@pytest.mark.slow
+def test_heads_of_several_layers_train_as_in_hf_train(ranks, case, tmp_path):
+    """The head is a dense layer, a norm and the output layer. ZeRO gathers each for the model's own code."""
+    model = write_checkpoint(tmp_path, tiny_config("modernbert-decoder"), task="causal_lm", vocab_size=61)
+    trains_as_hf_train(ranks, case.with_(model=model), zero(3))
 
 
 def trains_as_hf_train(ranks, case, strategy_config):

@@ -35,6 +35,8 @@ class Computation(nn.Module):
     def __init__(self, model: PreTrainedModel, task_model: TaskModel) -> None:
         super().__init__()
         self.model = model
+        self.head: GatheredHead | None = None
+        """The head, if ZeRO-3 gathers its weight for it."""
         self._task_model = [task_model]
         """In a list, so that it is not registered as a submodule."""
 

@@ -192,13 +192,8 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
 
     def _gather_head(self, computation: Computation) -> None:
         head = self.head
-        if head is None:
+        if head is None or not head.is_linear:  # the model's own code computes other heads, inside of ZeRO's hooks
             return
-        if not head.is_linear:
-            raise UnsupportedError(
-                f"{type(self.model).__name__}: the head of this architecture is not one matrix, so it cannot be applied"
-                " chunk by chunk where parameters are spread; use zero_optimization.stage 2 or less"
-            )
         computation.head = GatheredHead(head)
         # `GatheredHead` has the interface of `LanguageHead`.
         self.task_model.head = cast("LanguageHead", computation.head)
@@ -216,7 +211,7 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self.engine.eval()
         if optimizer is not None and self.training is not None and not clips_itself(self.config, self.spec):
             workarounds.add_norm_and_clipping(self.engine, optimizer, self.training.max_grad_norm)
-        if self.stage == 3 and self.computation is not None and self.head is not None:
+        if self.computation is not None and self.computation.head is not None:
             layer = cast("nn.Linear", self.model.get_output_embeddings())
             for parameter in (layer.weight, layer.bias):
                 if parameter is not None:
