@@ -172,7 +172,24 @@ def _publish_error(strategy: TrainStrategy, rank: int, reference: Reference) -> 
 
 def _export_error(strategy: TrainStrategy, folder: Path) -> float:
     strategy.export_model(folder)
-    return _outputs_error(strategy, Reference(StoredModel(str(folder)), "causal_lm"))
+    stored = StoredModel(str(folder))
+    error = _outputs_error(strategy, Reference(stored, "causal_lm"))
+    if error > ROUNDING:
+        _check_padding_row(stored.module, folder)
+    return error
+
+
+def _check_padding_row(module: Any, folder: Path) -> None:
+    """Raise `AssertionError` if transformers has set the padding row of the embedding to zeros while loading it."""
+    from safetensors.torch import load_file
+
+    embedding = module.get_input_embeddings()
+    name = next(name for name, each in module.named_parameters() if each is embedding.weight)
+    (file,) = folder.glob("*.safetensors")
+    stored_VD, row = load_file(file)[name], embedding.padding_idx
+    assert row is None or torch.equal(embedding.weight[row], stored_VD[row]), (
+        f"transformers sets the padding row of {name} to zeros when it loads the export, whose files have others"
+    )
 
 
 def _lora_error(rank: int, case: Case, folder: Path) -> float:
