@@ -58,6 +58,14 @@ def doubled_norm(rank):
     return run
 
 
+def change_last_process(worker):
+    """Change an element of an expert on the last of tensor × data parallel ranks."""
+    if (worker.parallel_config.data_parallel_rank, worker.rank) == (1, 1):
+        weight = worker.model_runner.get_model().get_parameter("model.layers.1.mlp.experts.routed_experts.w2_weight")
+        place = weight[-1].nonzero()[11].unbind()
+        weight.data[-1][place] = torch.nextafter(weight[-1][place], weight[-1][place] + 1)
+
+
 def generate_on(live, rank, prompt, **params):
     """Tokens and logprobs by one data-parallel rank."""
     from vllm.inputs import tokens_input
@@ -95,17 +103,17 @@ async def begun(live, num_tokens, num=2):
     return asked, tasks
 
 
+@pytest.fixture(scope="module")
+def on_ranks():
+    import cloudpickle  # comes with vLLM
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield remote_functions(monkeypatch)
+
+
 class TestTwoRanks:
     """One engine for all of them. All but the first are slow."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def on_ranks(cls):
-        import cloudpickle  # comes with vLLM
-
-        cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            yield remote_functions(monkeypatch)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -307,6 +315,26 @@ def test_ranks_share_experts_of_other_architectures(kind):
             verify(*live.publish())
             for rank in RANKS:
                 check_greedy(live.model, PROMPT, *generate_on(live, rank, PROMPT, temperature=0))
+    finally:
+        live.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_experts_over_tensor_by_data_parallel_ranks(on_ranks):
+    """Four processes. Each pair shares the heads; all four share the experts."""
+    live = start(mixture("qwen3_moe"), {**CONFIG, "tensor_parallel_size": 2})
+    try:
+        for _ in range(2):
+            live.step()
+            manifest, receipt = live.publish()
+            verify(manifest, receipt)
+            for rank in RANKS:
+                check_greedy(live.model, PROMPT, *generate_on(live, rank, PROMPT, temperature=0, max_new_tokens=12))
+        on_ranks(live, change_last_process)
+        found = live.run(live.strategy._weights.digests(manifest))
+        wrong = {key for key, each in digests(manifest).items() if found[key] != each}
+        assert wrong == {"model.layers.1.mlp.experts.down_proj"}
     finally:
         live.close()
 
