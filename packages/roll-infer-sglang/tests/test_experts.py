@@ -75,11 +75,8 @@ MODELS = {
     "deepseek_v2": {**EXPERTS, **SHARED, **LATENT, "n_group": 4, "topk_group": 2},
     "deepseek_v3": {**EXPERTS, **SHARED, **LATENT, "n_group": 4, "topk_group": 2},
 }
-FILE_KEYS = {
-    "deepseek_v2": {"moe_layer_freq": 1, "topk_method": "group_limited_greedy", "scoring_func": "softmax"},
-    "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-}
-"""Keys of the published configs that SGLang reads and transformers does not have."""
+FILE_KEYS = {"deepseek_v2": {"topk_method": "group_limited_greedy"}}
+"""Keys of the published configs."""
 CLOSE_ROUNDED = 1e-3
 """Bound on the difference of logprobs in fp32 if attention sinks are rounded to bf16."""
 CONFIG = {"max_total_tokens": 2048, "max_running_requests": 16, "bucket_mib": 1}

@@ -45,6 +45,13 @@ def test_sliding_windows_are_those_of_transformers():
     assert "sliding_window" not in keys("gemma2")
 
 
+def test_keys_that_transformers_does_not_need_are_implied():
+    config = AutoConfig.for_model("deepseek_v3", scoring_func="softmax")
+    found = config_overrides(config, {"topk_method": "greedy"})
+    assert found == {"moe_layer_freq": 1, "topk_method": "greedy"}  # the config's own and the user's win
+    assert config_overrides(AutoConfig.for_model("llama"), {}) == {}
+
+
 def test_rotary_keys_of_images_keep_the_users_own():
     config = AutoConfig.for_model("qwen3_vl", text_config={"rope_parameters": {"mrope_section": [8, 4, 4]}})
     found = config_overrides(config, {"text_config": {"num_hidden_layers": 2}})

@@ -5,6 +5,7 @@
 * OpenAI-compatible routes use the base model if a request names no adapter (`model:adapter`). With `name_adapter` they
   use the adapter, and the base model has its own name.
 * Images are processed by `images.RunProcessor`.
+* SGLang rounds parameters of Apertus' activation to bf16. `store_in_dtype_of_model` stores them in the model's dtype.
 * SGLang's memory saver supports only CUDA. On a CPU its `release_memory_occupation` clears the KV cache but keeps the
   memory, which `release_cache` returns.
 * Clients without the worker's key may generate, tokenize, and query health and metrics. By default SGLang protects only
@@ -38,6 +39,8 @@ LOAD_PROCESSOR = "sglang.srt.utils.hf_transformers.processor.get_processor"
 """SGLang function that `load_processor` replaces, in all processes."""
 MAKE_PROCESSOR = "sglang.srt.managers.multimodal_processor.get_mm_processor"
 """SGLang function that `make_processor` replaces, in all processes."""
+BEFORE_ACTIVATION = "sglang.srt.layers.activation.XIELU.__init__"
+"""SGLang method before which `store_in_dtype_of_model` runs, in the processes that have the model."""
 AFTER_SETTINGS = "sglang.srt.entrypoints.engine._set_envs_and_config"
 """SGLang function after which `fork_processes` runs, in the server process, on a CPU."""
 BEFORE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
@@ -86,6 +89,13 @@ def make_processor(config: Any, arguments: Any, tokenizer: Any, transport: Any, 
     from roll_infer_sglang.images import RunProcessor
 
     return RunProcessor(config, arguments, tokenizer, transport, skip_mm_pool=True)
+
+
+def store_in_dtype_of_model(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """Arguments of an activation whose parameters have the dtype in which the model is constructed."""
+    import torch
+
+    return arguments, {"dtype": torch.get_default_dtype()} | options
 
 
 def release_cache(result: Any, manager: Any, request: Any) -> None:

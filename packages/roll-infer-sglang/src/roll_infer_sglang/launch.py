@@ -42,6 +42,13 @@ EXPERTS = {"moe_runner_backend": PLAIN_BACKEND, "disable_shared_experts_fusion":
 ONE_TOKEN_MORE = ("cohere2", "cohere2_moe", "cwm", "ministral")
 """Types whose layers with a sliding window attend to one token more than in transformers: SGLang's attention does not
 count the token itself, which its Cohere 2 and its Transformers backend do not consider."""
+IMPLIED: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+}
+"""Config keys, by type, that SGLang reads and transformers does not need, so that a model of `random_init` lacks them.
+They have the values of released models, with which transformers always computes."""
 PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_preemption": True}
 
 
@@ -170,7 +177,8 @@ def _image_arguments(files: EngineFiles) -> dict[str, Any]:
 
 def config_overrides(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides of the stored config: those of the user, and keys with which SGLang computes as transformers does."""
-    merged = dict(overrides)
+    implied = IMPLIED.get(config.model_type, {})
+    merged = {key: value for key, value in implied.items() if not hasattr(config, key)} | dict(overrides)
     if config.model_type in ONE_TOKEN_MORE and (window := getattr(config, "sliding_window", None)):
         merged["sliding_window"] = window - 1
     elif config.model_type == "olmo3":  # SGLang's class of the config has rotary keys of one type of layers

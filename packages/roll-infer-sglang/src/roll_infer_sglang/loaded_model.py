@@ -40,7 +40,7 @@ from typing_extensions import override
 from roll_infer_sglang.hooks import ADAPTER_SLOT
 from roll_infer_sglang.release import num_shards
 from roll_modeling.engine_experts import ExpertLayout, ExpertName
-from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor
+from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor, TransposedTensor
 from roll_weight_transports.comparing import SIDES
 
 if TYPE_CHECKING:
@@ -61,11 +61,14 @@ RENAMED = (
     ("model.visual.", "visual."),
     (".mlp.", ".block_sparse_moe."),
     (".gate.moe_statics.", ".gate."),
+    (".block_sparse_moe.router.", ".block_sparse_moe.gate."),
     (".attn.qkv.", ".attn.qkv_proj."),
 )
-"""Parts of names in transformers, and what SGLang's models (Mixtral, Ernie, Qwen with images) have instead."""
+"""Parts of names in transformers, and what SGLang's models (Mixtral, Ernie, Granite, Qwen with images) have instead."""
 KV_B = ".kv_b_proj.weight"
 """End of the name of the weight from which SGLang derives `w_kc` and `w_vc`."""
+ROUTER_BUFFER = "e_score_correction_bias"
+"""Buffer of routers in transformers, which SGLang's Transformers backend computes with."""
 ATTENTION_SINKS = "sinks"
 """Parameter of gpt-oss with one number per head, sharded over ranks as heads are."""
 
@@ -97,6 +100,12 @@ class SglangTensor(LoadedTensor):
             return local
         ranks = num_shards(module) // self._replicas
         return local[0] * ranks, *local[1:]
+
+    @property
+    def copied(self) -> bool:
+        """True if SGLang's loader skips the tensor, as a buffer, or needs all tensors of a fused matrix in one call."""
+        is_buffer = not isinstance(getattr(self.module, self.parameter), torch.nn.Parameter)
+        return is_buffer or (isinstance(self.module, ReplicatedLinear) and self.index is not None)
 
     @property
     def _replicas(self) -> int:
@@ -131,10 +140,13 @@ class SglangModel(LoadedModel):
         self.dtype = next(model.parameters()).dtype
 
     @override
-    def locate(self, name: str) -> SglangTensor | FusedTensor | ExpertsTensor:
+    def locate(self, name: str) -> LoadedTensor:
         expert = ExpertName.parse(name)
-        if expert is not None and isinstance(experts := self._find(self._renamed(expert.path)), FusedMoE):
-            return self._locate_experts(name, expert, experts)
+        if expert is not None:
+            experts = self._find(self._renamed(expert.path))
+            experts = getattr(experts, "experts", experts)  # SGLang's Transformers backend has them in another module
+            if isinstance(experts, FusedMoE):
+                return self._locate_experts(name, expert, experts)
         path, _, parameter = self._renamed(name).rpartition(".")
         parent, _, last = path.rpartition(".")
         for fused, (kind, members) in FUSED.items():
@@ -143,12 +155,14 @@ class SglangModel(LoadedModel):
                     raise KeyError(name)
                 return self._fused(parent, module, parameter, members.index(last))
         module = self._find(path)
-        if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
+        kind = torch.Tensor if parameter == ROUTER_BUFFER else torch.nn.Parameter
+        if not isinstance(getattr(module, parameter, None), kind):
             raise KeyError(name)
-        return self._unfused(parent, module, parameter)
+        loaded = self._unfused(parent, module, parameter)
+        return TransposedTensor.located(name, self._model.config.model_type, loaded)
 
     @override
-    def located(self) -> Iterator[tuple[str, SglangTensor | FusedTensor | ExpertsTensor]]:
+    def located(self) -> Iterator[tuple[str, LoadedTensor]]:
         modules = dict(self._model.named_modules())
         for name, _ in self._model.named_parameters():
             path, _, parameter = name.rpartition(".")
@@ -166,7 +180,9 @@ class SglangModel(LoadedModel):
                 yield name, self._unfused(parent, module, parameter)
 
     @override
-    def read(self, name: str, loaded: SglangTensor | FusedTensor) -> Tensor:
+    def read(self, name: str, loaded: SglangTensor | FusedTensor | TransposedTensor) -> Tensor:
+        if isinstance(loaded, TransposedTensor):
+            return self.read(name, loaded.of).t()
         if isinstance(loaded, FusedTensor):
             return torch.cat([self.read(name, member) for member in loaded.members])
         attention: Any = self._find(name.removesuffix(KV_B)) if name.endswith(KV_B) else None
@@ -193,12 +209,8 @@ class SglangModel(LoadedModel):
             target = self.locate(name)
             if isinstance(target, ExpertsTensor):
                 _load_experts(target, tensor)
-            elif (
-                isinstance(target, SglangTensor)
-                and isinstance(target.module, ReplicatedLinear)
-                and target.index is not None
-            ):
-                target.local.copy_(tensor)  # SGLang's loader needs all fused tensors in one call
+            elif isinstance(target, SglangTensor) and target.copied:
+                target.local.copy_(tensor)
             else:
                 others.append((self._renamed(name), tensor))
         self._model.load_weights(others)

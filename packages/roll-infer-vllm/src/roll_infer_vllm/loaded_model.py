@@ -38,6 +38,8 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -47,7 +49,7 @@ from roll_infer_vllm import experts
 from roll_infer_vllm.shuffles import learned
 from roll_infer_vllm.workarounds import ENCODER_BODY, ENCODERS
 from roll_modeling.engine_experts import SCALE, ExpertName
-from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor
+from roll_modeling.engine_weights import ExpertsTensor, FusedTensor, LoadedModel, LoadedTensor, TransposedTensor
 from roll_weight_transports.comparing import SIDES
 
 if TYPE_CHECKING:
@@ -59,6 +61,14 @@ ROWS = 256
 """Number of rows of the identity per multiplication."""
 UNREADABLE = "_roll_unreadable"
 """Attribute of the model: by name, flat indices and values of the elements that a multiplication does not reproduce."""
+DECAYS = "_roll_decays"
+"""Attribute of the model: by name, each `A_log` of Mamba as it was sent."""
+DECAY = "A"
+"""Parameter of Mamba's layers that vLLM computes as -exp(A_log), from which `A_log` cannot be computed exactly."""
+DECAY_SENT = "A_log"
+GROUPED = ("bloom", "falcon")
+"""Types whose `query_key_value` has, for each key head, the rows of its queries, its key and its value; vLLM has first
+all queries, then all keys."""
 UNPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
 """Attribute of a convolution that vLLM packed for the processor: a copy of its weight, `[R, W]`."""
 SPARSE_BLOCK = ".block_sparse_moe."
@@ -69,7 +79,7 @@ BLOCK_BIAS = ".mlp.e_score_correction_bias"
 """Correction bias of EXAONE's mixtures in vLLM; in transformers it is a parameter of `gate`."""
 MOE_STATICS = ".gate.moe_statics."
 """Module in which transformers has the correction bias of ERNIE 4.5, `[1, E]` there; in vLLM it is the gate."""
-SHARDED = frozenset({"sinks", "A_log", "dt_bias"})
+SHARDED = frozenset({"sinks", "A_log", "dt_bias", "A", "D"})
 """Parameters per attention head that layers other than linear ones shard by rows."""
 ADAPTER_SLOT = 0
 """Slot of the adapter in vLLM's stacked buffers; the engine has only one (`max_loras` is 1)."""
@@ -94,7 +104,7 @@ class VllmTensor(LoadedTensor):
         if self.shape_sent:
             return self.shape_sent
         if isinstance(module, VocabParallelEmbedding):
-            return (module.org_vocab_size, module.embedding_dim)
+            return (module.org_vocab_size, module.embedding_dim)[: getattr(module, self.parameter).ndim]
         local = tuple(getattr(module, self.parameter).shape)
         if not isinstance(module, LinearBase):
             return (local[0] * _row_shards(module, self.parameter), *local[1:]) if local else local
@@ -115,6 +125,8 @@ class VllmModel(LoadedModel):
     def __init__(self, model: nn.Module, device: str) -> None:
         self._model = model
         self._packed = _packed_modules(model)
+        config: Any = model.config
+        self._model_type: str = config.model_type
         self.device, self.rank = device, get_tensor_model_parallel_rank()
         self.dtype = next(model.parameters()).dtype
         heads = [
@@ -128,11 +140,12 @@ class VllmModel(LoadedModel):
         self._latent = {id(layer.kv_b_proj): layer for layer in model.modules() if isinstance(layer, MLAAttention)}
         """Layers of latent attention, by the id of their `kv_b_proj`."""
         self._unreadable: dict[str, tuple[Tensor, Tensor]] = getattr(model, UNREADABLE, {})
+        self._decays: dict[str, Tensor] = getattr(model, DECAYS, {})
         self._last: tuple[Any, Tensor] | None = None
         """Module and matrix that were unpacked last; a cache, because fused tensors mostly follow one another."""
 
     @override
-    def locate(self, name: str) -> VllmTensor | FusedTensor | ExpertsTensor | None:
+    def locate(self, name: str) -> LoadedTensor | None:
         if (expert := ExpertName.parse(name)) is not None:
             module = self._module(self._rename(f"{expert.path}.weight").rpartition(".")[0])
             if isinstance(module, PPMissingLayer):
@@ -151,10 +164,10 @@ class VllmModel(LoadedModel):
         loaded = self._tensor(path, parameter, index)
         if MOE_STATICS in name and isinstance(loaded, VllmTensor):
             return replace(loaded, shape_sent=(1, *loaded.shape))
-        return loaded
+        return TransposedTensor.located(name, self._model_type, loaded)
 
     @override
-    def located(self) -> Iterator[tuple[str, VllmTensor | FusedTensor | ExpertsTensor]]:
+    def located(self) -> Iterator[tuple[str, LoadedTensor]]:
         packed = self._packed
         modules = dict(self._model.named_modules())
         for name, _ in self._model.named_parameters():
@@ -175,11 +188,18 @@ class VllmModel(LoadedModel):
                 yield f"{prefix}.{member}.{parameter}", self._tensor(path, parameter, index)
 
     @override
-    def read(self, name: str, loaded: VllmTensor | FusedTensor) -> Tensor:
-        if isinstance(loaded, FusedTensor):
-            full = torch.cat([self._whole(member) for member in loaded.members])
+    def read(self, name: str, loaded: VllmTensor | FusedTensor | TransposedTensor) -> Tensor:
+        stored: Any = loaded.of if isinstance(loaded, TransposedTensor) else loaded
+        if isinstance(stored, FusedTensor):
+            parts = [self._whole(member) for member in stored.members]
+            full = _grouped(stored.module, parts) if self._model_type in GROUPED else torch.cat(parts)
         else:
-            full = self._whole(loaded)
+            full = self._whole(stored)
+        if isinstance(loaded, TransposedTensor):
+            full = full.t().contiguous()
+        if loaded.parameter == DECAY and name in self._decays:
+            sent = self._decays[name]
+            return sent if torch.equal(-torch.exp(sent.float()), full) else full
         if _is_packed(loaded) and name in self._unreadable:
             places, values = self._unreadable[name]
             full = full.clone()
@@ -192,7 +212,7 @@ class VllmModel(LoadedModel):
         local = self._unpacked(module) if _is_packed(loaded) else getattr(module, loaded.parameter).detach()
         if _is_matrix(loaded) and hasattr(module, UNPACKED_CONVOLUTION):
             local = _unpacked_convolution(module)
-        if isinstance(module, VocabParallelEmbedding):
+        if isinstance(module, VocabParallelEmbedding) and loaded.parameter == "weight":
             local = self._as_multiplied(module, local)
         elif id(module) in self._latent and loaded.parameter == "weight":
             local = _as_absorbed(self._latent[id(module)], local)
@@ -295,6 +315,9 @@ class VllmModel(LoadedModel):
         for path in self._encoders:
             if str(renamed).startswith(path):
                 return path + ENCODER_BODY + str(renamed).removeprefix(path).removeprefix(ENCODER_BODY)
+        layer, _, parameter = str(renamed).rpartition(".")
+        if parameter == DECAY_SENT and self._has(layer) and isinstance(self._module(layer), MambaMixer | MambaMixer2):
+            return f"{layer}.{DECAY}"  # the model's loader has its own rule for this name
         return str(renamed)
 
     def _as_multiplied(self, module: Any, weight: Tensor) -> Tensor:
@@ -313,9 +336,26 @@ class VllmModel(LoadedModel):
 
 
 def _packed_modules(model: Any) -> Mapping[str, Sequence[str]]:
-    """Names of the layers that vLLM fuses, by the name of the fused one. InternVL has them in its language model."""
+    """Names of the layers that vLLM fuses, by the name of the fused one. InternVL has them in its language model.
+
+    GPT-J has them only in the mapping of names.
+    """
     language_model = getattr(model, "language_model", None)
-    return getattr(model, "packed_modules_mapping", None) or getattr(language_model, "packed_modules_mapping", {})
+    declared: Mapping[str, Sequence[str]] | None = getattr(model, "packed_modules_mapping", None)
+    if declared is None and language_model is not None:
+        declared = getattr(language_model, "packed_modules_mapping", None)
+    if declared:
+        return declared
+    packed: dict[str, list[str]] = {}
+    for member, (fused, _) in getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_stacked", {}).items():
+        packed.setdefault(fused.strip("."), []).append(member.strip("."))
+    return packed
+
+
+def _grouped(module: Any, parts: Sequence[Tensor]) -> Tensor:
+    """Query, key and value of a fused layer as Hugging Face's model has them, see `GROUPED`."""
+    heads = module.total_num_kv_heads
+    return torch.cat([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
 
 def _is_matrix(loaded: LoadedTensor) -> bool:
@@ -342,6 +382,12 @@ def remember_unreadable(model: nn.Module, name: str, tensor: Tensor) -> None:
     if lost.any():
         places = lost.nonzero().flatten()
         unreadable[name] = places, flat[places].clone()
+
+
+def remember_decay(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Store an `A_log`, with which the stored -exp(A_log) is compared when it is read back."""
+    if name.endswith(f".{DECAY_SENT}"):
+        model.__dict__.setdefault(DECAYS, {})[name] = tensor.clone()
 
 
 def _multiplied_identity(module: Any) -> Tensor:

@@ -31,6 +31,7 @@ def register() -> None:
     from roll_infer_vllm import workarounds
 
     workarounds.load_flat_encoders()
+    workarounds.store_activations_in_dtype_of_model()
     if current_platform.is_cpu():
         workarounds.route_with_correction_biases()
         workarounds.skip_experts_of_other_ranks()

@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
 from roll_infer_vllm import experts
-from roll_infer_vllm.loaded_model import VllmModel, remember_unreadable
+from roll_infer_vllm.loaded_model import VllmModel, remember_decay, remember_unreadable
 from roll_infer_vllm.workarounds import load_sinks, name_partial_loaders, pack_experts_again, pack_tied_heads
 from roll_modeling.engine_experts import ExpertName
 from roll_modeling.engine_weights import ExpertsTensor
@@ -105,4 +105,5 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
                 continue
             if self.device.type == "cpu":
                 remember_unreadable(self.model, name, tensor)
+            remember_decay(self.model, name, tensor)
             yield loaded.sent_name(name), tensor.to(self.device)

@@ -9,6 +9,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.activation import XIELU
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router import cpu_router
@@ -147,6 +148,22 @@ def load_flat_encoders() -> None:
         return load(loader, prefix, module, weights)
 
     AutoWeightsLoader._load_module = load_module
+
+
+def store_activations_in_dtype_of_model() -> None:
+    """Make vLLM store the parameters of Apertus' activation (xIELU) in the model's dtype. Idempotent.
+
+    vLLM 0.32 and 0.33 round them to bf16 in a model of any dtype.
+    """
+    construct = XIELU.__init__
+    if hasattr(construct, "__wrapped__"):
+        return
+
+    @wraps(construct)
+    def construct_in_dtype(module: Any, *args: Any, **kwargs: Any) -> None:
+        construct(module, *args, **({"dtype": torch.get_default_dtype()} | kwargs))
+
+    XIELU.__init__ = construct_in_dtype
 
 
 def name_partial_loaders(model: Any) -> None:

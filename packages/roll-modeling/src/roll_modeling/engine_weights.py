@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 Action = Literal["compare", "open", "load", "digest", "compare_adapter", "digest_adapter"]
 """Action of `LoadedModel.act`."""
 MEMORY = Path("/dev/shm")
+CONV1D = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+"""Ends of the names of matrices that GPT-2 has as `[inputs, outputs]`."""
 
 
 class EngineProcesses(ABC):
@@ -276,6 +278,33 @@ class FusedTensor(LoadedTensor):
     def shape(self) -> tuple[int, ...]:
         shapes = [member.shape for member in self.members]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposedTensor(LoadedTensor):
+    """Location of a matrix that Hugging Face's model has transposed, such as `Conv1D` of GPT-2."""
+
+    of: Any
+    """Location of the engine's matrix, a `LoadedTensor`."""
+
+    @property
+    @override
+    def keys(self) -> tuple[Hashable, ...]:
+        keys: tuple[Hashable, ...] = self.of.keys
+        return keys
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.of.shape
+        return shape[::-1]
+
+    @classmethod
+    def located(cls, name: str, model_type: str, loaded: LoadedTensor) -> LoadedTensor:
+        """`loaded`, transposed if the tensor of this name is a matrix of a `Conv1D` of transformers."""
+        if model_type != "gpt2" or not name.endswith(CONV1D):
+            return loaded
+        return cls(module=loaded.module, parameter=loaded.parameter, of=loaded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
