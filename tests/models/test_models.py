@@ -36,7 +36,8 @@ from shared_tests import model_trials
 from shared_tests.tiny_models import TYPES
 
 ROOT = Path(__file__).parents[2]
-SGLANG_STAND_INS = [str(ROOT / "packages/roll-infer-sglang/tests/cpu"), str(ROOT / "tests/shared/stand_ins")]
+STAND_INS = str(ROOT / "tests/shared/stand_ins")  # torchvision, which code of models with images imports
+SGLANG_STAND_INS = [str(ROOT / "packages/roll-infer-sglang/tests/cpu"), STAND_INS]
 sys.path.append(str(ROOT / "packages/roll-strategy-megatron/tests"))  # for `megatron_on_cpu`
 UPDATE = os.environ.get("ROLL_UPDATE_GOLDEN", "")
 EACH_CHANGE = ("llama", "qwen3_moe", "mamba2", "gpt2")
@@ -62,6 +63,16 @@ CONFIGS = {
 }
 ENGINES = ("hf_infer", "vllm", "sglang")
 FOR_ACCELERATORS = ("vllm", "sglang")
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 LATENT = {
     "vllm": {
         "q_lora_rank": 32,
@@ -70,19 +81,27 @@ LATENT = {
         "qk_rope_head_dim": 64,
         "head_dim": 64,
         "v_head_dim": 32,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 64,
-        },
-    }
+        "rope_parameters": YARN,
+    },
+    "sglang": {"qk_rope_head_dim": 32, "head_dim": 32, "rope_parameters": YARN},
 }
 """The only sizes and rotation of latent attention that an engine computes on a CPU."""
+EVERY_HEAD = {"num_key_value_heads": 4}
+RELEASED = {
+    "vllm": {"falcon": {"ffn_hidden_size": 512}},
+    "sglang": {"mistral": {"sliding_window": None}}
+    | dict.fromkeys(("olmo", "olmoe"), EVERY_HEAD)
+    | {"phi": EVERY_HEAD | {"intermediate_size": 512}},
+}
+"""Values of keys that an engine's model ignores, because every released model of the type has them."""
+CAUSES = {
+    ("vllm", "bloom"): "vLLM's BloomMLP computes GELU exactly, and transformers by tanh",
+    (
+        "sglang",
+        "gemma",
+    ): "SGLang's GemmaMLP computes GELU exactly, and transformers by tanh; its norms store weight + 1",
+}
+"""Why logprobs or digests differ, by the engine's code: the reason of such a row."""
 PACKAGES = {
     "facts": ("roll_modeling", "transformers"),
     "hf_train": ("roll_strategy_hf", "transformers"),
@@ -108,15 +127,21 @@ def host():
         preload.insert(0, "megatron_on_cpu")
     if importlib.util.find_spec("sglang"):
         preload.insert(0, "shared_tests.sglang_in_forks")
-        path = os.pathsep.join([*SGLANG_STAND_INS, *filter(None, sys.path)])
+        environment |= _importing(SGLANG_STAND_INS)
         environment |= sglang_environment("cpu", {}, num_threads=1, num_slots=1)
-        environment |= {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+        environment |= {"TRITON_INTERPRET": "1"}
     if importlib.util.find_spec("vllm"):
         preload.insert(0, "shared_tests.vllm_in_forks")
+        environment |= _importing([STAND_INS])
         environment |= vllm_environment("cpu", {}, num_threads=1, num_slots=1, compiles=False)
     started = RankHost(preload=preload, environment=environment)
     yield started
     started.close()
+
+
+def _importing(folders):
+    """Environment variables with which these folders are searched first."""
+    return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, sys.path)])}
 
 
 @cache
@@ -185,7 +210,9 @@ def trial(host, strategy, model_type, folder):
     """The row of a type."""
     if (refusal := refused(strategy, model_type)) is not None:
         return {"start": refusal}
-    spec = model_trials.write_tiny(folder / model_type, model_type, LATENT.get(strategy))
+    released = RELEASED.get(strategy, {}).get(model_type, {})
+    latent, images = LATENT.get(strategy, {}), strategy == "vllm"  # which loads the processor before the weights
+    spec = model_trials.write_tiny(folder / model_type, model_type, released, latent, images=images)
     keys = json.loads(Path(spec.path, "config.json").read_text(encoding="utf-8"))
     if strategy == "megatron_train":
         MegatronConfig().check_model(keys)  # a value that it rejects is a mistake of the tiny model
@@ -239,7 +266,11 @@ def trial(host, strategy, model_type, folder):
     # Files of released models may have keys that transformers' config does not need.
     assert "Config' object has no attribute" not in row.get("start", ""), f"the tiny model's config: {row}"
     if strategy in FOR_ACCELERATORS:
-        row = {name: model_trials.on_a_cpu(value) if isinstance(value, str) else value for name, value in row.items()}
+        cause = CAUSES.get((strategy, model_type))
+        reasons = {name: value for name, value in row.items() if isinstance(value, str)}
+        row |= {
+            name: f"{cause} ({value})" if cause else model_trials.on_a_cpu(value) for name, value in reasons.items()
+        }
     return row
 
 
@@ -291,6 +322,22 @@ def test_facts_are_those_of_transformers_classes(types):
 @pytest.mark.parametrize("strategy", PACKAGES)
 def test_rows_have_types_that_are_tried(strategy):
     assert rows(strategy).keys() <= set(TYPES)
+
+
+PLACE = '  File "/a/rope.py", line 9, in get\n    assert scale is not None\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("Traceback:\n[rank 0] ValueError: a\nKeyError: 'b'\n[x] a warning\n", "KeyError: 'b'"),
+        (f"ValueError: a\n{PLACE}           ^^^^^\nAssertionError\n", "AssertionError: scale is not None (rope.py 9)"),
+        (f"[rank 0] {PLACE}AssertionError\n[x] torch.OutOfMemoryError: b\n", "torch.OutOfMemoryError: b"),
+        ("nothing", ""),
+    ],
+)
+def test_the_last_exception_of_a_log_is_the_reason(log, reason):
+    assert model_trials.last_exception(log) == reason
 
 
 def works(row):

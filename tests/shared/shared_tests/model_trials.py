@@ -11,6 +11,7 @@ import json
 import re
 import types
 import typing
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from roll_core.errors import EngineDiedError, RollError, one_line
-from roll_core.spec.model import LoraSpec
+from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import WantedOutputs
 from roll_core.spec.weights import digest
 from roll_modeling.model_table import NUMBER_OF_EXPERTS, ON_A_CPU, POSITIONS, ROUNDING, TYPES
@@ -34,11 +35,11 @@ from roll_testing.publishing import published
 from roll_testing.reference import Reference, TransformersModel
 from shared_tests.tiny_architectures import MULTIMODAL, write_multimodal
 from shared_tests.tiny_models import VOCABULARY, tiny_config
+from shared_tests.tiny_vision import MODEL_TYPES, tiny_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from roll_core.spec.model import ModelSpec
     from roll_core.spec.train import TrainStrategy
     from roll_core.types import Floats, GenerateRequest, TokenIds, TrainSequence
     from roll_testing.bench import Case
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     Row = dict[str, Any]
 
+EMPTY: Mapping[str, Any] = types.MappingProxyType({})
 REASON_CHARS = 200
 """Length to which reasons are cut."""
 LOGGED = re.compile("(root cause|reason) above")
@@ -55,8 +57,13 @@ NOISE = re.compile(
     r"|1 validation error for ModelConfig Value error, )+"
 )
 """Beginnings of messages that are the same for all types."""
-PRINTED = re.compile(r"^(?:.*\] )?((?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception): .+)$", re.MULTILINE)
-"""The last line of a printed traceback, in a log or not."""
+PRINTED = re.compile(
+    r"""^(?:.*\]\ )?(?:
+    \ *File\ ".*?(?P<file>\w+\.py)",\ line\ (?P<line>\d+),\ in\ .*\n(?P<code>.+)\n(?:[\ ^~]+\n)?AssertionError
+    |(?P<error>(?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception):\ .+))$""",
+    re.MULTILINE | re.VERBOSE,
+)
+"""The last line of a printed traceback, in a log or not; of an assertion without a message its code and place."""
 SFT = LOSSES["sft"]
 ONE_STEP = replace(TRAINING, weight_decay=0.0)
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
@@ -67,21 +74,33 @@ DEVICE_INDEPENDENT = re.compile(
 )
 """Reasons for which an engine runs a type on no device: it does not have the architecture, or its weights have other
 names or shapes than those that are sent."""
+NUM_BYTES = 256
+"""Later tokens of models with a processor are special: an engine expects an image at some."""
 LENGTHS = (1, 3, 17, 9)
 """Lengths of an engine's prompts, in tokens."""
 NEW_TOKENS = 12
 
 
-def write_tiny(folder: Path, model_type: str, latent: Mapping[str, Any] | None = None) -> ModelSpec:
+def write_tiny(
+    folder: Path,
+    model_type: str,
+    replaced: Mapping[str, Any] = EMPTY,
+    latent: Mapping[str, Any] = EMPTY,
+    *,
+    images: bool = False,
+) -> ModelSpec:
     """Write a tiny model of this type, of random weights, and return its spec.
 
-    `latent` replaces config keys if the type has latent attention.
+    `replaced` replaces config keys, and so does `latent` if the type has latent attention. With `images`, a model with
+    images has a tokenizer and a processor beside it.
     """
+    if images and model_type in MODEL_TYPES:
+        return ModelSpec(path=str(tiny_vision(folder, model_type, num_heads=2)))
     if model_type in MULTIMODAL:
         return write_multimodal(folder, model_type)
-    keys = tiny_config(model_type)
+    keys = tiny_config(model_type) | dict(replaced)
     if "kv_lora_rank" in keys:
-        keys |= latent or {}
+        keys |= latent
     return write_checkpoint(folder, keys, task="causal_lm", vocab_size=VOCABULARY)
 
 
@@ -216,7 +235,7 @@ def engine_row(rank: int, setup: Setup) -> Row:
     """
     spec = setup.model
     oracle = Oracle(StoredModel(spec.path))
-    requests = _requests(vocabulary(spec))
+    requests = _requests(min(vocabulary(spec), NUM_BYTES))
     engine = None
     row: Row = {}
     try:
@@ -422,8 +441,17 @@ def on_a_cpu(text: str) -> str:
 def _last_printed() -> str:
     """The last exception in the output of this rank, which its engine's processes share; empty if there is none."""
     output = Path("/proc/self/fd/1")
-    found = PRINTED.findall(output.read_text(encoding="utf-8", errors="replace")) if output.is_file() else ()
-    return found[-1] if found else ""
+    text = output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
+    return last_exception(text)
+
+
+def last_exception(text: str) -> str:
+    """The last exception of the tracebacks in a log; empty if there is none."""
+    found = deque(PRINTED.finditer(text), maxlen=1)
+    for match in found:
+        file, line, code, error = match["file"], match["line"], match["code"], match["error"]
+        return error or f"AssertionError: {code.strip().removeprefix('assert ')} ({file} {line})"
+    return ""
 
 
 def _shortened(text: str) -> str:

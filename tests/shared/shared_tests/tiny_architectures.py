@@ -114,7 +114,7 @@ _ENGINE_TEXT = _TEXT | {
     "intermediate_size": 64,
     "initializer_range": 0.1,
 }
-"""Sizes that SGLang computes on a CPU."""
+"""Sizes that engines compute on a CPU."""
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -125,10 +125,10 @@ _VISION = {
 }
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
 MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
-    "gemma3": {"model_type": "gemma3", "text_config": _TEXT | {"sliding_window": 4}, "vision_config": _VISION},
+    "gemma3": {"model_type": "gemma3", "text_config": _ENGINE_TEXT | {"sliding_window": 4}, "vision_config": _VISION},
     "mistral3": {
         "model_type": "mistral3",
-        "text_config": _TEXT | {"model_type": "mistral"},
+        "text_config": _ENGINE_TEXT | {"model_type": "mistral"},
         "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8},
     },
     "qwen2_5_vl": {
@@ -138,15 +138,15 @@ MULTIMODAL: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_5": {
         "model_type": "qwen3_5",
-        "text_config": _TEXT
+        "text_config": _ENGINE_TEXT
         | {
             "layer_types": ["full_attention", "linear_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
         },
-        "vision_config": _QWEN_VISION,
+        "vision_config": _QWEN_VISION | {"out_hidden_size": 64},
     },
     "qwen3_vl": {
         "model_type": "qwen3_vl",
