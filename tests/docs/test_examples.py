@@ -367,6 +367,19 @@ def test_an_optimizer_of_the_user_steps_by_signs(tmp_path, monkeypatch):
     assert optimizer.state[weight]["exp_avg"].tolist() == [0.25, -2.0, 0.0]
 
 
+def test_a_prompt_sampler_of_the_user_takes_the_hardest_row():
+    create = run(example("docs/plugins.md", "class Hardest"))["Hardest"]
+    sampler = create(penalty=0.5)
+    sampler.start(["a", "b"], seed=1)
+    assert [sampler.choose(position) for position in range(2)] == [0, 1]
+    sampler.observe(0, [1.0, 1.0])
+    other = create(penalty=0.5)
+    other.start(["a", "b"], seed=1)
+    other.load_state(json.loads(json.dumps(sampler.state())))
+    # The second row has 0.5 after one choice, the first 2.5.
+    assert [other.choose(position) for position in range(2, 6)] == [1, 1, 1, 1]
+
+
 def test_a_policy_loss_of_the_user_equals_ppo():
     from types import SimpleNamespace
 

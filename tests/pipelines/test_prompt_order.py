@@ -121,7 +121,7 @@ def test_rows_without_a_share_are_named_and_counted(caplog):
     order = PromptOrder(rows(a=2, b=3, c=4), size=2, shares={"a": 1.0, "c": 0.0}, seed=0)
     assert list(order.rows) == ["a"]
     (record,) = caplog.records
-    assert record.args == ("'b'", 3, 9)
+    assert record.args == ("domain_interleave_probs", "'b'", 3, 9)
     caplog.clear()
     PromptOrder(rows(a=2, b=3), size=2, shares={}, seed=0)
     assert not caplog.records

@@ -30,7 +30,7 @@ from roll_core.spec.hooks import hookimpl
 from roll_core.spec.pipeline import Tracker
 from roll_core.spec.platform import Platform, Probe
 from roll_core.spec.providers import *
-from roll_core.spec.rollout import RewardFunction
+from roll_core.spec.rollout import PromptSampler, RewardFunction
 from roll_core.types import Reward
 from roll_migrate.conversion import ImportedConfig, ImportedKey
 

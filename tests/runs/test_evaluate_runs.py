@@ -209,3 +209,53 @@ def test_command_refuses_pipelines_without_an_evaluation(local_runs, capfd):
     assert main(["eval", str(local_runs.folder), str(path), "--no-files"]) == 2
     assert "pipeline reward_model trains reward_train" in capfd.readouterr().err
     assert not (local_runs.folder / "output").exists()
+
+
+def test_filter_writes_rows_in_the_window_of_pass_rates(local_runs, evaluation, capfd):
+    evaluation()  # writes the rewards
+    config = local_runs.rlvr(num_return_sequences_in_group=8)
+    config["rewards"] = {"digits": {"reward": "function", "function": "evaluaterewards:counted"}}
+    config["actor_train"]["data_args"]["columns"] = {"ground_truth": "{{ ground_truth }}!"}
+    path = local_runs.folder / "rlvr.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    exported = str(local_runs.ok(local_runs.rlvr(max_steps=1, exp_name="model")).run_dir.export)
+    words = ["filter", exported, str(path), "val_batch_size=64"]
+    assert main([*words, "-o", "all.jsonl", "--all"]) == 0
+    assert main([*words, "-o", "some.jsonl"]) == 0
+    originals = read_lines(local_runs.folder / "train.jsonl")
+    everything, some = (read_lines(local_runs.folder / f"{name}.jsonl") for name in ("all", "some"))
+    assert [{**row, "pass_rate": rate} for row, rate in zip(originals, rates_of(everything), strict=True)] == everything
+    recorded = read_lines(local_runs.folder / "output" / "rlvr-filter" / "001" / "samples.jsonl")
+    rewards = {row["group"]: [r["reward"] for r in recorded if r["group"] == row["group"]] for row in recorded}
+    assert rates_of(everything) == [sum(rewards[str(row["id"])]) / 8 for row in originals]
+    assert some == [row for row in everything if 0 < row["pass_rate"] < 1]
+    assert f"{len(some)} of 64 rows" in capfd.readouterr().out
+    # The file is the data of a run, by its measured difficulty.
+    config["actor_train"]["data_args"]["file_name"] = "all.jsonl"
+    curriculum = config | {"prompt_sampler": "pass_rate", "prompt_sampler_options": {"low": 0.2, "revisit": 0.0}}
+    result = local_runs.ok(curriculum | {"exp_name": "curriculum", "max_steps": 2})
+    chosen = {row["group"].split("/")[0] for row in read_lines(result.run_dir.samples)}
+    assert chosen <= {str(row["id"]) for row in everything if 0.2 < row["pass_rate"] < 1}
+
+
+def test_filter_writes_nothing_without_a_row_in_the_window(local_runs, evaluation, capfd):
+    path = local_runs.folder / "evaluate.yaml"
+    model = evaluation()
+    model["actor_infer"]["model_args"].pop("random_init")
+    path.write_text(yaml.safe_dump(model), encoding="utf-8")
+    exported = str(local_runs.ok(local_runs.rlvr(max_steps=1, exp_name="model")).run_dir.export)
+    assert main(["filter", exported, str(path), "-o", "some.jsonl", "--low", "2", "--high", "3"]) == 2
+    assert "32 rows" in capfd.readouterr().err
+    assert not (local_runs.folder / "some.jsonl").exists()
+    for words in (["-o", "evaluate.yaml"], ["-o", "some.jsonl", "--low", "1"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["filter", exported, str(path), *words])
+        assert ended.value.code == 2
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def rates_of(rows):
+    return [row["pass_rate"] for row in rows]

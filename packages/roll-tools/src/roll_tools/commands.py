@@ -157,10 +157,7 @@ def evaluate(words: Sequence[str], registry: Registry) -> int:
         "-o", "--out", metavar="FILE", type=Path, help="page that compares several models (default: comparison.html)"
     )
     options = parser.parse_intermixed_args(words)
-    configs = [Path(word) for word in options.words if Path(word).is_file()]
-    others = [word for word in options.words if not Path(word).is_file()]
-    overrides = [word for word in others if "=" in word or word.startswith("~")]
-    models = [word for word in others if word not in overrides]
+    models, configs, overrides = _models_and_configs(options.words)
     if len(configs) != 1 or not models:
         parser.error("expected at least one model, and one config file")
     if options.out and len(models) == 1:
@@ -178,6 +175,55 @@ def evaluate(words: Sequence[str], registry: Registry) -> int:
         page = write_comparison([result.run_dir for result in results], options.out or Path("comparison.html"))
         sys.stdout.write(f"{page}\n")
     return results[-1].exit_code
+
+
+def _models_and_configs(words: Sequence[str]) -> tuple[list[str], list[Path], list[str]]:
+    """Models, configs and overrides among words in any order."""
+    configs = [Path(word) for word in words if Path(word).is_file()]
+    others = [word for word in words if not Path(word).is_file()]
+    overrides = [word for word in others if "=" in word or word.startswith("~")]
+    return [word for word in others if word not in overrides], configs, overrides
+
+
+def filter_rows(words: Sequence[str], registry: Registry) -> int:
+    """Measure the pass rate of the rows of a config, and write those in a window."""
+    parser = command_parser(
+        "filter",
+        "Measure the pass rate of the training rows of a config: the mean reward of a model's responses. Writes the"
+        " rows whose pass rate is in a window, with a column pass_rate.",
+    )
+    parser.epilog = "example: roll-core filter Qwen/Qwen3-8B grpo.yaml -o train.filtered.jsonl"
+    parser.add_argument(
+        "words", metavar="MODEL | CONFIG | key=value", nargs="*",
+        help="one model (as for eval), one config, and overrides of the evaluation's keys",
+    )  # fmt: skip
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, required=True, help="new file: .jsonl or .parquet")
+    parser.add_argument("--low", type=float, default=0.0, help="lower bound, exclusive (default: 0)")
+    parser.add_argument("--high", type=float, default=1.0, help="upper bound, exclusive (default: 1)")
+    parser.add_argument("--all", action="store_true", help="write all rows, for prompt_sampler: pass_rate")
+    parser.add_argument("--no-files", action="store_true", help="do not check models, rows and reward functions")
+    options = parser.parse_intermixed_args(words)
+    models, configs, overrides = _models_and_configs(options.words)
+    if len(configs) != 1 or len(models) != 1:
+        parser.error("expected one model, and one config file")
+    if not options.low < options.high:
+        parser.error("--low must be less than --high")
+    if options.out.suffix not in (".jsonl", ".parquet") or options.out.exists():
+        parser.error(f"{options.out}: expected the name of a new file that ends with .jsonl or .parquet")
+    from roll_core.cli.main import stop_signals
+
+    with stop_signals():
+        from roll_core.cli.run import run_loaded
+        from roll_tools.evaluation import evaluations
+        from roll_tools.row_filter import write_filtered
+
+        (loaded,) = evaluations(models, configs[0], overrides, registry, files=not options.no_files, training=True)
+        (result,) = run_loaded([loaded], registry)
+        if result.exit_code:
+            return result.exit_code
+        window = None if options.all else (options.low, options.high)
+        sys.stdout.write(f"{write_filtered(loaded.config, result.run_dir, options.out, window)}\n")
+    return 0
 
 
 def _place(text: str) -> Path | str:

@@ -18,6 +18,7 @@ from roll_core.api import prepare
 from roll_core.config.compose import compose
 from roll_core.config.parts import evaluation_values
 from roll_core.errors import ConfigError, UnsupportedError
+from roll_core.pipelines.keys import PromptKeys
 from roll_core.plugins.targets import schema_of
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.run_files import number, read_lines
@@ -41,13 +42,20 @@ _SCORE = re.compile(
 
 
 def evaluations(
-    models: Sequence[str], config: Path, overrides: Sequence[str], registry: Registry, *, files: bool
+    models: Sequence[str],
+    config: Path,
+    overrides: Sequence[str],
+    registry: Registry,
+    *,
+    files: bool,
+    training: bool = False,
 ) -> list[LoadedConfig]:
     """Checked configs of the evaluations of `models`. Raises `ConfigError` for the first model with mistakes, and
     `UnsupportedError` for the config of a training run that has no evaluation.
 
     `config` is that of an evaluation, or of a training run with `validation`. A model is a directory or a hub id, or a
-    run or a checkpoint, whose model is converted first unless the run has exported it.
+    run or a checkpoint, whose model is converted first unless the run has exported it. With `training`, the prompts of
+    a training run are its training rows, with the sampling parameters and the group size of its rollouts.
     """
     composed = compose(config, [], registry)
     if composed.problems:
@@ -57,8 +65,14 @@ def evaluations(
     source: Path | dict[Any, Any] = config
     name = str(values.get("exp_name", RunConfig.model_fields["exp_name"].default))
     if provider.evaluation:
-        source = values = evaluation_values(values, provider.name, registry)
-        name += "-eval"
+        shared = evaluation_values(values, provider.name, registry)
+        if training:
+            role = schema_of(provider, RunConfig, owner=registry.owner(provider)).policy_role
+            if shared["pipeline"] != "evaluate" or role not in values:
+                raise UnsupportedError(f"{config}: pipeline {provider.name} does not train on responses to rows")
+            shared["validation"] = _training_prompts(values, role)
+        source = values = shared
+        name += "-filter" if training else "-eval"
     args = (values.get("actor_infer") or {}).get("model_args") or {}
     removed = [f"~actor_infer.model_args.{key}" for key in ("model_name_or_path", "random_init") if key in args]
     loaded = []
@@ -77,6 +91,16 @@ def evaluations(
             )
         loaded.append(replace(evaluation, sources=()))  # so that it is resumed from the config.yaml of its run
     return loaded
+
+
+def _training_prompts(values: Mapping[Any, Any], role: str) -> dict[str, Any]:
+    """The key `validation` for the prompts and sampling parameters of the rollouts of a training run."""
+    generating = dict((values.get("actor_infer") or {}).get("generating_args") or {})
+    group_size = values.get("num_return_sequences_in_group", PromptKeys().num_return_sequences_in_group)
+    return {
+        "data_args": (values.get(role) or {}).get("data_args") or {},
+        "generating_args": {**generating, "num_return_sequences": group_size},
+    }
 
 
 def _labels(models: Sequence[str]) -> list[str]:
@@ -156,7 +180,7 @@ def score_differences(runs: Mapping[str, RunDir]) -> ScoreTable | None:
     """
     from roll_core.pipelines.score_metrics import paired_differences
 
-    responses = {label: recorded for label, run in runs.items() if (recorded := _responses(run))}
+    responses = {label: recorded for label, run in runs.items() if (recorded := responses_of(run))}
     if len(responses) < 2:
         return None
     first, *others = responses
@@ -169,7 +193,7 @@ def score_differences(runs: Mapping[str, RunDir]) -> ScoreTable | None:
     return ScoreTable(columns=[f"{label} − {first}" for label in others], rows=rows) if rows else None
 
 
-def _responses(run: RunDir) -> list[ScoredResponse]:
+def responses_of(run: RunDir) -> list[ScoredResponse]:
     """All responses of a run's evaluation; empty if the file has only some, or is damaged."""
     from roll_core.pipelines.score_metrics import ScoredResponse
     from roll_core.runtime.records.tracking import read_metrics

@@ -25,6 +25,7 @@ def roll_commands() -> Iterator[CommandProvider]:
         ("doctor", "Check this machine and its software, and suggest fixes"),
         ("audit", "Check rows, tokenizer and chat template, and show which tokens are trained"),
         ("eval", "Score models on held-out prompts, and compare them"),
+        ("filter", "Measure the pass rate of the rows of a config, and write those in a window"),
         ("checkpoint", "List or verify checkpoints, or write one as a directory for transformers"),
         ("envs", "List environments, or play an episode of one in the terminal"),
         ("runs", "List runs with state, step, score, config hash and age"),
@@ -32,9 +33,8 @@ def roll_commands() -> Iterator[CommandProvider]:
         ("push", "Upload the model of a run to the Hugging Face Hub, with a model card"),
         ("report", "Write report.html of a run again, or a page that compares several runs"),
     ):
-        yield CommandProvider(
-            name=name, target=f"roll_tools.commands:{name.replace('eval', 'evaluate')}", summary=summary
-        )
+        function = {"eval": "evaluate", "filter": "filter_rows"}.get(name, name)
+        yield CommandProvider(name=name, target=f"roll_tools.commands:{function}", summary=summary)
 
 
 @hookimpl

@@ -12,6 +12,7 @@ from roll_core.spec.providers import (
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
+    PromptSamplerProvider,
     RewardProvider,
     WeightTransportProvider,
 )
@@ -180,6 +181,18 @@ def roll_policy_losses() -> Iterator[PolicyLossProvider]:
             off_policy=function != "vanilla",
             whole_rollouts=function in ("gspo", "gspo_token", "luspo", "gmpo", "topr", "vespo", "clip_cov", "kl_cov"),
         )
+
+
+@hookimpl
+def roll_prompt_samplers() -> Iterator[PromptSamplerProvider]:
+    """The sampler by measured difficulty."""
+    module = "roll_core.pipelines.prompt_samplers"
+    yield PromptSamplerProvider(
+        name="pass_rate",
+        target=f"{module}:PassRateSampler",
+        config=f"{module}:PassRateOptions",
+        summary="Rows whose measured pass rate is in a window",
+    )
 
 
 @hookimpl

@@ -34,6 +34,7 @@ from roll_core.spec.providers import (
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
+    PromptSamplerProvider,
     Provider,
     RewardProvider,
     TrackerProvider,
@@ -54,11 +55,16 @@ NAMED_PARTS: dict[str, type[Provider]] = {
     "platform": PlatformProvider,
     "adv_estimator": AdvantageProvider,
     "pg_variant": PolicyLossProvider,
+    "prompt_sampler": PromptSamplerProvider,
     "weight_transport": WeightTransportProvider,
 }
 """Top-level keys whose value names a part, with the kind of part. Used if the pipeline's schema has the key."""
 
-OPTIONS: dict[type[Provider], str] = {AdvantageProvider: "adv_options", PolicyLossProvider: "pg_options"}
+OPTIONS: dict[type[Provider], str] = {
+    AdvantageProvider: "adv_options",
+    PolicyLossProvider: "pg_options",
+    PromptSamplerProvider: "prompt_sampler_options",
+}
 """Top-level keys with the options of a part that another top-level key names."""
 
 TOOLS_HINT = (
@@ -211,7 +217,7 @@ def _check_custom_environment(
 
 
 def _check_named_parts(parts: Parts, schema: type[RunConfig]) -> None:
-    """Check platform, estimator, policy loss, weight transport and trackers, and their options."""
+    """Check platform, estimator, policy loss, prompt sampler, weight transport and trackers, and their options."""
     data = parts.data
     for key, kind in NAMED_PARTS.items():
         if key not in schema.model_fields:

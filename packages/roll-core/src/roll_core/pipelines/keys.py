@@ -79,6 +79,15 @@ class PromptKeys(Config):
     """Prompts per step."""
     num_return_sequences_in_group: PositiveInt = 8
     """Responses per prompt (group size)."""
+    prompt_sampler: str | None = None
+    """Choice of the rows of each domain: `pass_rate`, a plugin's, or your own class, `module:Class`.
+
+    Default: all rows in a new random order in each pass over the data.
+    """
+    prompt_sampler_options: Annotated[dict[str, Any], Needs("prompt_sampler", strict=True)] = Field(
+        default_factory=dict
+    )
+    """Options of the prompt sampler."""
 
 
 class CutMaskKeys(Config):

@@ -1,6 +1,7 @@
 """Rows, prompts and groups of a batch: shares of domains, order of prompts, and filters of groups (dynamic sampling).
 
 The prompt at a position is a pure function of the position. A resumed run therefore continues with the same prompts.
+Those of `SampledOrder` depend on scores; checkpoints have its state.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from roll_core.algorithms.normalise import moments_by
-from roll_core.errors import DataError
+from roll_core.errors import CheckpointMismatchError, ContractError, DataError
 from roll_core.runtime.rollout.requests import stable_seed
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from roll_core.spec.config import QueryFilterConfig, RewardConfig
-    from roll_core.spec.rollout import Prompt
+    from roll_core.spec.rollout import Prompt, PromptSampler
     from roll_core.types import Group
 
 
@@ -62,7 +64,11 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 class PromptOrder:
-    """Prompts of a run. `counts` is the mean number of prompts per tag in a batch of `size`."""
+    """Prompts of a run. `counts` is the mean number of prompts per tag in a batch of `size`, of the first step if the
+    shares change."""
+
+    schedule: Mapping[int, Mapping[str, float]] = {}
+    """Shares by step; empty if they do not change."""
 
     def __init__(
         self,
@@ -72,12 +78,21 @@ class PromptOrder:
         shares: Mapping[str, float],
         seed: int,
         domains: Mapping[str, str] | None = None,
+        schedule: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """`shares` maps tags, or the `domains` that tags belong to, to their share of a batch.
+        """`shares` maps tags, or the `domains` that tags belong to, to their share of a batch. `schedule` has shares by
+        step, and replaces it.
 
         If `shares` is empty, each tag's share is proportional to its rows. Otherwise rows without a share are not used,
         and a warning counts them. Raises `DataError` for a share without rows.
         """
+        self.size, self.schedule = size, schedule or {}
+        key = "domain_interleave_schedule" if schedule else "domain_interleave_probs"
+        if schedule:
+            maxima: Counter[str] = Counter()
+            for scheduled in schedule.values():
+                maxima |= Counter(scheduled)
+            shares = maxima
         by_tag: defaultdict[str, list[Prompt]] = defaultdict(list)
         for prompt in prompts:
             domain = (domains or {}).get(prompt.tag, prompt.tag)
@@ -85,29 +100,105 @@ class PromptOrder:
         missing = [tag for tag, share in shares.items() if share > 0 and tag not in by_tag]
         if missing:
             raise DataError(
-                f"domain_interleave_probs names {missing[0]!r}, but no row has that tag; there are"
+                f"{key} names {missing[0]!r}, but no row has that tag; there are"
                 f" {', '.join(repr(tag) for tag in sorted(by_tag))}"
             )
         if unused := sorted(set(by_tag).difference(shares)) if shares else []:
             number = sum(len(by_tag[tag]) for tag in unused)
             log.warning(
-                "domain_interleave_probs has no share for %s: %d of %d rows are not used",
+                "%s has no share for %s: %d of %d rows are not used",
+                key,
                 ", ".join(map(repr, unused)),
                 number,
                 len(prompts),
             )
         weights = shares or {tag: float(len(rows)) for tag, rows in by_tag.items()}
         self.counts = mean_counts(size, weights)
+        if schedule:
+            self.counts = self.counts_at(0)
         self.rows = {tag: by_tag[tag] for tag in self.counts}
         self.orders = {
             tag: RowOrder(len(rows), seed=stable_seed(seed, "domain", tag)) for tag, rows in self.rows.items()
         }
+
+    def counts_at(self, step: int) -> dict[str, float]:
+        """Mean number of prompts per tag in the batch of a step, from 0. Shares are linear between scheduled steps."""
+        if not self.schedule:
+            return self.counts
+        steps = sorted(self.schedule)
+        by_step = [mean_counts(self.size, self.schedule[scheduled]) for scheduled in steps]
+        counts = {tag: [counts.get(tag, 0.0) for counts in by_step] for tag in self.counts}
+        return {tag: float(np.interp(step, steps, numbers)) for tag, numbers in counts.items()}
 
     def prompt(self, tag: str, position: int) -> Prompt:
         """Prompt at a position, from 0, of the endless sequence of a tag's rows. Ids are unique: `<row>/<epoch>`."""
         rows = self.rows[tag]
         prompt = rows[self.orders[tag].row(position)]
         return replace(prompt, id=f"{prompt.id}/{position // len(rows)}", row=prompt.id)
+
+
+class SampledOrder(PromptOrder):
+    """Prompts whose rows a sampler chooses, by tag. See `roll_core.spec.pipeline.SampledPrompts`."""
+
+    def __init__(
+        self, create: Callable[[], PromptSampler], prompts: Sequence[Prompt], *, seed: int, **options: Any
+    ) -> None:
+        """`create` creates the sampler of a tag. Other arguments are those of `PromptOrder`."""
+        super().__init__(prompts, seed=seed, **options)
+        self.samplers = {tag: create() for tag in self.rows}
+        for tag, sampler in self.samplers.items():
+            sampler.start(self.rows[tag], stable_seed(seed, "domain", tag))
+        self.times: dict[str, Counter[int]] = {tag: Counter() for tag in self.rows}
+        """How often each row was chosen. Ids of its prompts are `<row>/<number>`."""
+        self._indices = {tag: {row.id: index for index, row in enumerate(rows)} for tag, rows in self.rows.items()}
+
+    @override
+    def prompt(self, tag: str, position: int) -> Prompt:
+        """Prompt at the next position. Raises `ContractError` if the sampler returns no index of a row."""
+        row, sampler = self.samplers[tag].choose(position), type(self.samplers[tag]).__name__
+        if not isinstance(row, int | np.integer) or not 0 <= row < len(self.rows[tag]):
+            raise ContractError(
+                f"prompt_sampler: {sampler}.choose returned {row!r}, expected an index below {len(self.rows[tag])}"
+            )
+        prompt, times = self.rows[tag][row], self.times[tag]
+        times[int(row)] += 1
+        return replace(prompt, id=f"{prompt.id}/{times[int(row)] - 1}", row=prompt.id)
+
+    def observe(self, tag: str, group: Group) -> None:
+        """See `SampledPrompts`."""
+        scores = [s.reward.value for s in group.samples if s.reward is not None and s.reward.value is not None]
+        self.samplers[tag].observe(self._indices[tag][group.id.rpartition("/")[0]], scores)
+
+    def restore(self, tag: str, id: str) -> Prompt:
+        """See `SampledPrompts`."""
+        row = id.rpartition("/")[0]
+        if row not in self._indices.get(tag, ()):
+            raise CheckpointMismatchError(f"prompt {id} is none of the rows of this run: give it the rows of that run")
+        return replace(self.rows[tag][self._indices[tag][row]], id=id, row=row)
+
+    def state(self, tag: str) -> dict[str, Any]:
+        """See `SampledPrompts`."""
+        times = [[row, number] for row, number in self.times[tag].items()]
+        return {"rows": len(self.rows[tag]), "times": times, "state": dict(self.samplers[tag].state())}
+
+    def load_state(self, tag: str, state: Mapping[str, Any]) -> None:
+        """See `SampledPrompts`."""
+        if state["rows"] != len(self.rows[tag]):
+            raise CheckpointMismatchError(
+                f"the checkpoint has the state of prompt_sampler for {state['rows']} rows of {tag!r}, but there are"
+                f" {len(self.rows[tag])}: give the run the same rows"
+            )
+        self.times[tag] = Counter({int(row): int(number) for row, number in state["times"]})
+        self.samplers[tag].load_state(state["state"])
+
+    def metrics(self) -> dict[str, float]:
+        """See `SampledPrompts`."""
+        several = len(self.samplers) > 1
+        return {
+            f"sampler/{f'{tag}/' if several else ''}{name}": value
+            for tag, sampler in self.samplers.items()
+            for name, value in sampler.metrics().items()
+        }
 
 
 def mean_counts(size: int, weights: Mapping[str, float]) -> dict[str, float]:

@@ -12,13 +12,14 @@ for step in steps:
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from typing_extensions import override
 
-from roll_core.pipelines.config import PolicyConfig, RLVRConfig
+from roll_core.pipelines.config import PolicyConfig, PromptRunConfig, RLVRConfig
 from roll_core.pipelines.plans import rlvr
-from roll_core.pipelines.prompt_order import PromptOrder, domains, group_filter
+from roll_core.pipelines.prompt_order import PromptOrder, SampledOrder, domains, group_filter
 from roll_core.pipelines.stages import (
     CollectRollouts,
     PolicyStages,
@@ -33,9 +34,10 @@ from roll_core.pipelines.stages import (
     rollout_plan,
 )
 from roll_core.spec.pipeline import Pipeline
+from roll_core.spec.providers import PromptSamplerProvider
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.spec.pipeline import RoleSpec, Run
 
@@ -120,14 +122,19 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig]):
         )
 
 
-def prompt_order(run: Run, config: PolicyConfig) -> PromptOrder:
+def prompt_order(run: Run, config: PromptRunConfig) -> PromptOrder:
     """Order of the prompts in the rows of `actor_train`."""
     data = config.actor_train.data_args
     prompts = run.prompts(data)
-    return PromptOrder(
+    create: Callable[..., PromptOrder] = PromptOrder
+    if config.prompt_sampler is not None:
+        part = run.part(PromptSamplerProvider, config.prompt_sampler, config.prompt_sampler_options)
+        create = partial(SampledOrder, partial(part.load(), **part.options))
+    return create(
         prompts,
         size=config.num_groups,
         shares=data.domain_interleave_probs,
         seed=config.seed,
         domains=domains(config.rewards, {prompt.tag for prompt in prompts}),
+        schedule=data.domain_interleave_schedule,
     )

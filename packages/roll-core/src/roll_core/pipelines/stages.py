@@ -42,7 +42,7 @@ from roll_core.pipelines.experience import (
     scores_of,
     without_experts,
 )
-from roll_core.pipelines.prompt_order import domains
+from roll_core.pipelines.prompt_order import SampledOrder, domains
 from roll_core.pipelines.score_metrics import ScoredResponse, score_metrics
 from roll_core.runtime.records.mismatch import NOISE, SAMPLING, LogprobBatch, command, write_logprobs
 from roll_core.runtime.rollout.program import GreedyBaseline
@@ -240,6 +240,7 @@ class CollectRollouts(Stage):
         samples = [sample for group in groups for sample in group.samples]
         run.log_samples(samples)
         run.log(self.metrics(groups))
+        run.log(self.plan.sampled.metrics() if self.plan.sampled is not None else {})
         run.log(component_metrics(samples, domains(config.rewards, {sample.tag for sample in samples})))
         experience = Experience.of(
             groups,
@@ -279,6 +280,8 @@ def rollout_plan(config: PolicyConfig, order: PromptOrder, **changes: Any) -> Ro
         params=generating.sampling_params(default_max_new_tokens=config.response_length),
         n=config.group_size,
         prompt=order.prompt,
+        counts_at=order.counts_at if order.schedule else None,
+        sampled=order if isinstance(order, SampledOrder) else None,
         max_tries=config.dynamic_sampling_max_tries,
         ahead=config.ahead,
         concurrent=config.async_generation_ratio > 0,

@@ -25,6 +25,7 @@ from roll_core.spec.providers import (
     PipelineProvider,
     PlatformProvider,
     PolicyLossProvider,
+    PromptSamplerProvider,
     Provider,
     RewardProvider,
     TrackerProvider,
@@ -67,6 +68,7 @@ KINDS = (
     ),
     Kind("roll_optimizers", OptimizerProvider, "optimizer", "roll_core.spec.train:OptimizerFactory"),
     Kind("roll_policy_losses", PolicyLossProvider, "policy loss", "roll_core.spec.algorithms:PolicyLoss"),
+    Kind("roll_prompt_samplers", PromptSamplerProvider, "prompt sampler", "roll_core.spec.rollout:PromptSampler"),
     Kind(
         "roll_weight_transports",
         WeightTransportProvider,

@@ -32,6 +32,7 @@ from roll_core.spec.providers import (
     EnvironmentProvider,
     OptimizerProvider,
     PolicyLossProvider,
+    PromptSamplerProvider,
 )
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ class Registry:
     def find(self, kind: type[P], name: str) -> P:
         """Return the record of this kind with this name, given as `name` or `package/name`.
 
-        Policy losses, advantage estimators, environments and agents may also be given as `module:name`, code of the
-        user. The working directory is then put first on the module path of this process, which its workers inherit.
+        Policy losses, advantage estimators, prompt samplers, optimizers, environments and agents may also be given as
+        `module:name`, code of the user. The working directory is then put first on the module path of this process,
+        which its workers inherit.
 
         Raises `ProviderConflictError` if two packages offer it, and `UnknownProviderError` if none does. The latter
         lists the nearest name, the package that provides it, and the plugins that failed to load. The first of their
@@ -205,7 +207,10 @@ class Registry:
         return [f"{mine[0]} offers {', '.join(offered) if offered else f'no {spec.noun}'}"]
 
 
-USER_FUNCTIONS = (AdvantageProvider, AgentProvider, EnvironmentProvider, OptimizerProvider, PolicyLossProvider)
+USER_FUNCTIONS = (
+    *(AdvantageProvider, AgentProvider, EnvironmentProvider, OptimizerProvider, PolicyLossProvider),
+    PromptSamplerProvider,
+)
 """Kinds of parts that may be a function or class of the user, see `roll_core.plugins.targets.options_schema`."""
 
 

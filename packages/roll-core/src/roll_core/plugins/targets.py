@@ -93,12 +93,13 @@ def options_schema(record: Provider) -> type[Config]:
     an annotation.
     """
     from roll_core.spec.algorithms import signature_schema
-    from roll_core.spec.providers import AgentProvider, EnvironmentProvider
+    from roll_core.spec.providers import AgentProvider, EnvironmentProvider, PromptSamplerProvider
 
     contract = load_target(kind_of(type(record)).contract, owner="roll-core")
     callee: Any = load_target(record.target, owner=record.name)
     contract_parameters: list[str] = []
-    if isinstance(record, EnvironmentProvider) or (isinstance(record, AgentProvider) and isinstance(callee, type)):
+    is_class = isinstance(record, (EnvironmentProvider, PromptSamplerProvider))
+    if is_class or (isinstance(record, AgentProvider) and isinstance(callee, type)):
         load_class(record.target, contract, owner=record.name)
     else:
         called = contract.run if isinstance(record, AgentProvider) else contract.__call__

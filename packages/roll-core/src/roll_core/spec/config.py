@@ -555,6 +555,8 @@ class DataArguments(Config):
     domain_interleave_probs: dict[str, NonNegativeFloat] = {}
     """Fraction of each domain in a batch, by tag or by the key in `rewards` that scores its tags. Default: the
     fractions in the data. Remainders carry over: a domain with half a prompt per batch is in every second batch."""
+    domain_interleave_schedule: dict[NonNegativeInt, dict[str, NonNegativeFloat]] = {}
+    """Fractions of the domains in a batch by step, linear between these steps. Replaces `domain_interleave_probs`."""
     max_samples: PositiveInt | None = None
     """Use only the first `max_samples` rows."""
 
@@ -572,6 +574,17 @@ class DataArguments(Config):
     def limits_size(self) -> bool:
         """True if images or videos may be too large."""
         return self.max_pixels is not None or self.max_frames is not None
+
+    @model_validator(mode="after")
+    def _shares_are_given_once(self) -> Self:
+        if self.domain_interleave_schedule and self.domain_interleave_probs:
+            raise ValueError("domain_interleave_schedule replaces domain_interleave_probs: remove one of them")
+        for step, shares in self.domain_interleave_schedule.items():
+            if not any(shares.values()):
+                raise ValueError(
+                    f"domain_interleave_schedule has no share at step {step}: at least one domain needs one"
+                )
+        return self
 
     @field_validator("columns")
     @classmethod

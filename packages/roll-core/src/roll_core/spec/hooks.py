@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         PipelineProvider,
         PlatformProvider,
         PolicyLossProvider,
+        PromptSamplerProvider,
         RewardProvider,
         TrackerProvider,
         TrainProvider,
@@ -283,6 +284,26 @@ def roll_policy_losses() -> Iterable[PolicyLossProvider]:
         yield PolicyLossProvider(
             name="likelihood", target="acme:likelihood", summary="Weighted likelihood", off_policy=False
         )
+    ```
+    """
+    yield from ()
+
+
+@hookspec
+def roll_prompt_samplers() -> Iterable[PromptSamplerProvider]:
+    """Offer prompt samplers, selected by `prompt_sampler`.
+
+    ```python
+    class InOrder(PromptSampler):
+        def start(self, rows, seed):
+            self.num_rows = len(rows)
+
+        def choose(self, position):
+            return position % self.num_rows
+
+    @hookimpl
+    def roll_prompt_samplers():
+        yield PromptSamplerProvider(name="in_order", target="acme:InOrder", summary="Rows in the order of the file")
     ```
     """
     yield from ()

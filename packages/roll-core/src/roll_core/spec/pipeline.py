@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import count
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from roll_core.errors import ContractError, UnsupportedError
 from roll_core.field_docs import document_fields
@@ -131,6 +131,25 @@ class UpdateResult:
         return {f"{prefix}/{name}": value for name, value in self.metrics.items()} | skipped
 
 
+class SampledPrompts(Protocol):
+    """Prompts whose choice depends on earlier scores, by tag."""
+
+    def observe(self, tag: str, group: Group) -> None:
+        """Receive a scored group of a prompt. Groups of one call of the scheduler are in the order of positions."""
+
+    def restore(self, tag: str, id: str) -> Prompt:
+        """A prompt of an earlier position. Raises `CheckpointMismatchError` if there is no such row."""
+
+    def state(self, tag: str) -> Mapping[str, Any]:
+        """State of a tag, as plain JSON values."""
+
+    def load_state(self, tag: str, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned. Raises `CheckpointMismatchError`."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of a step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
     """How a pipeline's batches of groups are made; see docs/rollouts.md."""
@@ -142,7 +161,11 @@ class RolloutPlan:
     n: int
     """Samples per group."""
     prompt: Callable[[str, int], Prompt]
-    """Returns the prompt at a position of a tag's endless sequence. Must be deterministic."""
+    """Returns the prompt at a position of a tag's endless sequence. Must be deterministic, unless `sampled` is set."""
+    counts_at: Callable[[int], Mapping[str, float]] | None = None
+    """Mean number of groups by tag in the batch of a step, if it changes. All have the tags and the sum of `counts`."""
+    sampled: SampledPrompts | None = None
+    """Prompts that depend on earlier scores. `prompt` is then called once for each position, in order."""
     keep: Callable[[Group], bool] | None = None
     """True if a scored group may be in a batch. Other groups are replaced by the tag's next prompts. None keeps every
     group."""
@@ -175,8 +198,12 @@ class RolloutPlan:
     """Creates the rollout program of each group; None for a single turn."""
 
 
-def batch_counts(means: Mapping[str, float]) -> Iterator[dict[str, int]]:
+def batch_counts(
+    means: Mapping[str, float], means_at: Callable[[int], Mapping[str, float]] | None = None
+) -> Iterator[dict[str, int]]:
     """Number of groups of each tag in the batch of step 0, 1, ..., whose mean over the steps is `means`.
+
+    With `means_at`, the means are those that it returns for each step.
 
     Each batch rounds what is due: the sum of the means until this step, less the groups of earlier batches. Largest
     remainders are rounded up, so that the size of batches is always the sum of the means. A tag with a mean of 0.1 is
@@ -184,8 +211,13 @@ def batch_counts(means: Mapping[str, float]) -> Iterator[dict[str, int]]:
     """
     size = round(math.fsum(means.values()))
     taken: Counter[str] = Counter()
+    sums = dict.fromkeys(means, 0.0)
     for step in count(1):
-        due = {tag: step * mean - taken[tag] for tag, mean in means.items()}
+        if means_at is None:
+            sums = {tag: step * mean for tag, mean in means.items()}
+        else:
+            sums = {tag: sums[tag] + mean for tag, mean in means_at(step - 1).items()}
+        due = {tag: number - taken[tag] for tag, number in sums.items()}
         groups = ((number - left, tag) for tag, left in due.items() for number in range(math.ceil(left)))
         chosen = Counter(tag for _, tag in nsmallest(size, groups))
         taken += chosen

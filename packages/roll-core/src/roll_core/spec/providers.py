@@ -303,6 +303,12 @@ class OptimizerProvider(Provider):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSamplerProvider(Provider):
+    """Offers a prompt sampler; `target` is a subclass of `roll_core.spec.rollout.PromptSampler`. The values of `config`
+    are its keyword arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTransportProvider(Provider):
     """Offers a weight transport; `target` is a subclass of `roll_core.spec.transport.WeightTransport`."""
 

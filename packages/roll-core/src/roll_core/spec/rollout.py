@@ -116,6 +116,42 @@ class RolloutProgram(ABC):
         """Continue from what `snapshot` returned. Called before `run`."""
 
 
+class PromptSampler(ABC):
+    """Chooses the rows of a domain's prompts. Each domain has its own instance.
+
+        start ─► [load_state] ─► { choose, observe, state } *
+
+    The arguments of the class are the options of the config. A resumed run continues with the same rows if `state` has
+    everything on which the choices depend. All methods run on the driver and must not block.
+    """
+
+    @abstractmethod
+    def start(self, rows: Sequence[Prompt], seed: int) -> None:
+        """Begin. `rows` are the prompts of the domain, whose `metadata` has the other columns. Called once, first."""
+
+    @abstractmethod
+    def choose(self, position: int) -> int:
+        """Index of the row of the next prompt. Called once for each position, 0, 1, …; a resumed run continues."""
+
+    def observe(self, row: int, scores: Sequence[float]) -> None:
+        """Receive the rewards of a group of responses to the row. Failed rewards are missing.
+
+        Also called for groups that `query_filter_config` rejects. A synchronous run observes all groups of a batch in
+        the order of their positions before it chooses the next row, an asynchronous one as they finish.
+        """
+
+    def state(self) -> Mapping[str, Any]:
+        """State from which `load_state` continues, as plain JSON values."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of a step, logged as `sampler/<name>`, with several domains as `sampler/<domain>/<name>`."""
+        return {}
+
+
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 

@@ -24,14 +24,14 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.data.rollouts import sample_of_rollout
-from roll_core.errors import RecordingError, RunDirectoryError, UnsupportedError
+from roll_core.errors import CheckpointMismatchError, RecordingError, RunDirectoryError, UnsupportedError
 from roll_core.runtime.records.media_folder import MediaFolder
 from roll_core.runtime.records.tracking import ranges
 from roll_core.spec.pipeline import InferRole
 from roll_core.types import CompletionOutput, Group, Media, Reward, Rollout, Sample, TurnRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
     from typing import Self
 
@@ -227,7 +227,7 @@ class Recording:
             head, body = _head(path, stream), stream.read()
             if hashlib.sha256(body).hexdigest() != head.get("sha256"):
                 raise RecordingError(f"{path} is damaged: its contents do not match their SHA-256; copy the file again")
-            groups = [_group(json.loads(line), plan.prompt, path, self._media) for line in body.splitlines()]
+            groups = [_group(json.loads(line), plan, path, self._media) for line in body.splitlines()]
             facts = _facts_from(head["facts"])
             return RecordedBatch(groups=groups, facts=facts, weight_version=head["weight_version"])
 
@@ -266,8 +266,14 @@ def steps_in(run: Path) -> dict[int, Path]:
     return dict(sorted(files.items()))
 
 
-def _group(line: Mapping[str, Any], prompt: Callable[[str, int], Prompt], path: Path, media: MediaFolder) -> Group:
-    expected = prompt(line["tag"], line["position"])
+def _group(line: Mapping[str, Any], plan: RolloutPlan, path: Path, media: MediaFolder) -> Group:
+    if plan.sampled is None:
+        expected = plan.prompt(line["tag"], line["position"])
+    else:
+        try:
+            expected = plan.sampled.restore(line["tag"], line["id"])
+        except CheckpointMismatchError as error:
+            raise RecordingError(f"{path}: {error}") from error
     multi_turn = any("rollout" in sample for sample in line["samples"])
     same = multi_turn or np.array_equal(expected.tokens, array_from(line["prompt_ids"]))
     same &= multi_turn or line.get("images", []) == [image.digest for image in expected.media]

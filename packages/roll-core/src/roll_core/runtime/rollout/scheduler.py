@@ -204,7 +204,7 @@ class RolloutScheduler:
         self.plan, self._media = plan, media
         self._requests, self._scorer, self._seed, self._lease = requests, scorer, seed, lease
         self._queues = [GroupQueue(tag, plan.first_ready) for tag in plan.counts]
-        self._batches = batch_counts(plan.counts)
+        self._batches = batch_counts(plan.counts, plan.counts_at)
         self._upcoming: deque[Mapping[str, int]] = deque(maxlen=1 + math.ceil(plan.ahead))
         """Groups by tag of the batch of the step and of those that may be generated ahead of it."""
         self._until = 0
@@ -217,6 +217,8 @@ class RolloutScheduler:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._counts: Counter[str] = Counter()
+        self._observed: list[tuple[str, int, Group]] = []
+        """Tag, position and group of scored groups that `plan.sampled` has not observed yet."""
         self._rewards = RewardStats()
         """Counts of all groups since the last batch. The groups are not kept: the filter may reject most of them."""
 
@@ -274,8 +276,14 @@ class RolloutScheduler:
     def state(self) -> dict[str, Any]:
         """The group queues as plain values. Running rollouts include the tokens that were sampled until their last
         interruption."""
+        self._observe()
+        sampled = self.plan.sampled
         return {
-            queue.tag: {"next": queue.next, "kept": [_saved_slot(slot, self._media) for slot in queue.slots.values()]}
+            queue.tag: {
+                "next": queue.next,
+                "kept": [_saved_slot(slot, self._media) for slot in queue.slots.values()],
+                **({} if sampled is None else {"sampler": sampled.state(queue.tag)}),
+            }
             for queue in self._queues
         }
 
@@ -294,6 +302,8 @@ class RolloutScheduler:
             if saved is None:
                 continue
             try:
+                if self.plan.sampled is not None and "sampler" in saved:
+                    self.plan.sampled.load_state(queue.tag, saved["sampler"])
                 queue.next = saved["next"]
                 queue.restore([self._slot_from(queue, saved_slot) for saved_slot in saved["kept"]])
             except CheckpointMismatchError:
@@ -304,7 +314,10 @@ class RolloutScheduler:
                 ) from error
 
     def _slot_from(self, queue: GroupQueue, saved: Mapping[str, Any]) -> GroupSlot:
-        prompt = self.plan.prompt(queue.tag, saved["position"])
+        if self.plan.sampled is not None and "id" in saved:
+            prompt = self.plan.sampled.restore(queue.tag, saved["id"])
+        else:
+            prompt = self.plan.prompt(queue.tag, saved["position"])
         slot = GroupSlot(prompt, saved["position"], saved["born"])
         if saved.get("prompt", "") not in ("", _digest(prompt)):
             log.warning("prompt %s is not the one that the checkpoint has responses to: sampling it again", prompt.id)
@@ -365,11 +378,19 @@ class RolloutScheduler:
         # Rounds: engine batches must not depend on which group ends first (see the module's docstring).
         if not self.plan.ahead and any(queue.num_unfinished for queue in self._queues):
             return
+        self._observe()
         self._start(
             (queue, slot)
             for queue in self._queues
             for slot in queue.join((queue.count if self._wanted else 0) + queue.extra, self.plan.prompt, self._step)
         )
+
+    def _observe(self) -> None:
+        """Report scored groups in the order of their positions, which timing does not change in a round."""
+        observed, self._observed = self._observed, []
+        if self.plan.sampled is not None:
+            for tag, _, group in sorted(observed, key=lambda entry: entry[:2]):
+                self.plan.sampled.observe(tag, group)
 
     def _start(self, slots: Iterable[tuple[GroupQueue, GroupSlot]]) -> None:
         plan = self.plan
@@ -398,6 +419,8 @@ class RolloutScheduler:
         try:
             group = await rollout.run()
             self._rewards += RewardStats.of([group])
+            if self.plan.sampled is not None:
+                self._observed.append((queue.tag, slot.position, group))
             is_kept = self.plan.keep is None or self.plan.keep(group)
             self._counts["left out"] += not is_kept
             queue.finish(slot, group if is_kept else None)
@@ -456,6 +479,7 @@ def _saved_slot(slot: GroupSlot, media: MediaFolder | None) -> dict[str, Any]:
     """A group as plain values: complete as `group`, else with the outputs of each call by its key as `calls`."""
     values: dict[str, Any] = {
         "position": slot.position,
+        "id": slot.prompt.id,
         "born": slot.born,
         "group": None if slot.group is None else saved_group(slot.group, media),
     }
