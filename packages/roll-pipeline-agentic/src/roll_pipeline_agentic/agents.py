@@ -314,14 +314,14 @@ class CommandAgent(Agent):
             process = await asyncio.shield(starting)  # a cancelled start would leave what the program has started
             output, errors = await process.communicate(json.dumps(inputs | {"tools": list(session.tools)}).encode())
         finally:
-            await _ended(asyncio.ensure_future(_killed(starting)))
+            await ended(asyncio.ensure_future(killed(starting)))
         if process.returncode:
             tail = errors.decode(errors="replace").strip()[-MAX_STDERR:]
             raise RuntimeError(f"{self.command[0]} exited with code {process.returncode}: {tail}")
         return output.decode(errors="replace").strip()
 
 
-async def _killed(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+async def killed(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
     """Kill the process group of a program, also of one that is being started, and wait for the program's end."""
     await asyncio.wait({starting})
     if starting.exception() is None:
@@ -330,7 +330,7 @@ async def _killed(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
         await starting.result().wait()
 
 
-async def _ended(ended: asyncio.Future[None]) -> None:
+async def ended(ended: asyncio.Future[None]) -> None:
     """Wait for a killed process at most `KILL_S`, also if the caller is cancelled again: then its pipes are closed."""
     loop = asyncio.get_running_loop()
     deadline, cancelled = loop.time() + KILL_S, False

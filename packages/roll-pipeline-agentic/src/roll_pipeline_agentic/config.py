@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -13,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 
 from roll_core.data.tokenizers import has_tokenizer, stored_chat_template
+from roll_core.errors import install_command
 from roll_core.pipelines.config import EvaluationConfig, PolicyConfig
 from roll_core.spec.config import (
     AdvantageOptions,
@@ -449,6 +451,64 @@ class EvaluateEpisodesConfig(EvaluationConfig, EpisodeConfig):
     def _groups_are_whole(self) -> Self:
         self.check_managers()
         return self
+
+
+INSTALL = {"lm_eval": "lm-eval[api]", "inspect_ai": "inspect-ai openai"}
+"""Distributions of the harnesses."""
+MODULES = {"lm_eval": ("lm_eval", "aiohttp", "tenacity"), "inspect_ai": ("inspect_ai", "openai")}
+"""Modules that a harness needs to call the endpoint."""
+
+
+def missing_harness(python: str, harness: str) -> str:
+    """Why an interpreter cannot run a harness; empty if it can."""
+    if shutil.which(python) is None:
+        return f"{python!r} is not a program, expected a Python interpreter such as venv/bin/python"
+    modules = ", ".join(map(repr, MODULES[harness]))
+    code = f"import importlib.util as u; print(*[m for m in ({modules},) if u.find_spec(m) is None])"
+    import subprocess
+
+    completed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    missing = completed.stdout.split() if not completed.returncode else [completed.stderr.strip()[-500:]]
+    if not missing:
+        return ""
+    install = install_command(*INSTALL[harness].split())
+    return f"{python} lacks {', '.join(missing)}: run {install} in its environment, or name another harness_python"
+
+
+class EvaluateHarnessConfig(EvaluationConfig):
+    """`pipeline: evaluate_harness`: scores of a model by the tasks of an evaluation harness, which calls the engine."""
+
+    terms_of: ClassVar[frozenset[str]] = EvaluationConfig.terms_of | {"harness", "tasks", "harness_args"}
+
+    harness: Literal["lm_eval", "inspect_ai"]
+    """Harness: lm-evaluation-harness (`lm_eval`) or Inspect (`inspect_ai`). It runs in a process of its own."""
+    tasks: list[str] = Field(min_length=1)
+    """Tasks, one after the other. `lm_eval`: names, or YAML files. `inspect_ai`: files with tasks, `FILE@TASK`, or
+    names of registered tasks."""
+    harness_python: str = ""
+    """Python interpreter of an environment with the harness. Default: that of this run."""
+    harness_args: list[str] = Field(default_factory=list)
+    """Further words for the harness's command, for example `[--limit, '100']`."""
+    max_connections: PositiveInt = 64
+    """Requests of the harness at the same time."""
+    agent_endpoint: AgentEndpointConfig = AgentEndpointConfig()
+    """Where the harness reaches the engine."""
+
+    @property
+    @override
+    def outputs(self) -> int:
+        return self.max_connections
+
+    @property
+    def python(self) -> str:
+        """Interpreter of the harness."""
+        return os.path.expanduser(self.harness_python) or sys.executable
+
+    @override
+    def file_problems(self) -> Mapping[str, str]:
+        """Checks that the interpreter has the harness."""
+        problem = missing_harness(self.python, self.harness)
+        return {"harness_python" if self.harness_python else "harness": problem} if problem else {}
 
 
 def _keys_of(values: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:

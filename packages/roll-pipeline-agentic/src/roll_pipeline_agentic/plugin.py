@@ -15,7 +15,7 @@ ROLL_HOOK_API = 1
 
 @hookimpl
 def roll_pipelines() -> Iterator[PipelineProvider]:
-    """Register the pipelines `agentic` and `evaluate_agentic`."""
+    """Register the pipelines `agentic`, `evaluate_agentic` and `evaluate_harness`."""
     yield PipelineProvider(
         name="agentic",
         target="roll_pipeline_agentic.agentic:AgenticPipeline",
@@ -31,6 +31,13 @@ def roll_pipelines() -> Iterator[PipelineProvider]:
         config="roll_pipeline_agentic.config:EvaluateEpisodesConfig",
         plan="roll_core.pipelines.plans:evaluate",
         summary="Scores of a model in multi-turn environments, without training",
+    )
+    yield PipelineProvider(
+        name="evaluate_harness",
+        target="roll_pipeline_agentic.harness:EvaluateHarnessPipeline",
+        config="roll_pipeline_agentic.config:EvaluateHarnessConfig",
+        plan="roll_core.pipelines.plans:evaluate",
+        summary="Scores of a model by lm-evaluation-harness or Inspect, without training",
     )
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+CLIENT_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+"""Sampling parameters of requests that engines have by the same name."""
 STREAM_GROWTH = 1 / 64
 """Share by which a reply grows before a stream shows more of it."""
 
@@ -155,10 +157,12 @@ class Recorder:
         *,
         key: str,
         unrecorded_replies: Literal["fail", "allow"] = "fail",
+        clients_sample: bool = False,
     ) -> None:
-        """`key` precedes the numbers of the calls in the keys of `context.generate`."""
+        """`key` precedes the numbers of the calls in the keys of `context.generate`. With `clients_sample`, sampling
+        parameters of requests replace the run's own, as far as engines have them."""
         self._context, self._encoder, self._limits, self._key = context, encoder, limits, key
-        self._unrecorded_replies = unrecorded_replies
+        self._unrecorded_replies, self._clients_sample = unrecorded_replies, clients_sample
         self._calls: list[Call] = []
         self._by_key: dict[str, Call] = {}
         """Calls by idempotency key."""
@@ -229,7 +233,12 @@ class Recorder:
                     chat.ids,
                     n=request.n,
                     media=chat.media,
-                    params=replace(params, max_new_tokens=budget, stop=(*params.stop, *request.stop)),
+                    params=replace(
+                        params,
+                        max_new_tokens=budget,
+                        stop=(*params.stop, *request.stop),
+                        **self._sampling(request),
+                    ),
                     key=f"{self._key}/{number}",
                     on_progress=partial(self._progress, call, request, chat) if request.stream else None,
                 )
@@ -295,9 +304,18 @@ class Recorder:
             self._num_prompts -= 1
             self._num_outputs -= request.n
             raise
-        for name in request.sampling:
+        for name in request.sampling.keys() - self._sampling(request).keys():
             self.counts[f"replaced_{name}"] += 1
         return chat, budget, begin, None if reply is None else reply.turn
+
+    def _sampling(self, request: ChatRequest) -> dict[str, Any]:
+        """Sampling parameters of a request that replace the run's own. Raises `RequestError`."""
+        values = {name: request.sampling[name] for name in CLIENT_SAMPLING if name in request.sampling}
+        for name, value in values.items() if self._clients_sample else ():
+            number = int if name in ("top_k", "seed") else (int, float)
+            if isinstance(value, bool) or not isinstance(value, number):
+                raise RequestError(f"{name} is {value!r:.40}, expected a number")
+        return values if self._clients_sample else {}
 
     def _encoded(
         self, reply: _Reply | None, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]

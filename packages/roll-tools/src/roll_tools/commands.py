@@ -156,7 +156,15 @@ def evaluate(words: Sequence[str], registry: Registry) -> int:
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, help="page that compares several models (default: comparison.html)"
     )
+    parser.add_argument(
+        "--harness",
+        choices=["lm_eval", "inspect_ai"],
+        help="score by tasks of lm-evaluation-harness or Inspect, which call the engine, instead of prompts",
+    )
+    parser.add_argument("--tasks", metavar="TASK,…", help="names or files of the harness's tasks")
     options = parser.parse_intermixed_args(words)
+    if bool(options.harness) != bool(options.tasks):
+        parser.error("--harness and --tasks belong together, such as: --harness lm_eval --tasks gsm8k")
     models, configs, overrides = _models_and_configs(options.words)
     if len(configs) != 1 or not models:
         parser.error("expected at least one model, and one config file")
@@ -168,7 +176,16 @@ def evaluate(words: Sequence[str], registry: Registry) -> int:
         from roll_core.cli.run import run_loaded
         from roll_tools.evaluation import evaluations
 
-        results = run_loaded(evaluations(models, configs[0], overrides, registry, files=not options.no_files), registry)
+        loaded = evaluations(
+            models,
+            configs[0],
+            overrides,
+            registry,
+            files=not options.no_files,
+            harness=options.harness or "",
+            tasks=(options.tasks or "").split(","),
+        )
+        results = run_loaded(loaded, registry)
     if len(results) > 1:
         from roll_tools.comparison import write_comparison
 

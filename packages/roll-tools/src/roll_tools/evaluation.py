@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.run_dir import RunDir
 
+HARNESS_PIPELINE = "evaluate_harness"
+"""Pipeline of `roll-core eval --harness`, of roll-pipeline-agentic."""
 _SCORE = re.compile(
     r"val/(?:(?P<tag>.+)/)?(?P<name>score/mean|(?:pass|best|maj)@\d+|response_length/mean|response_length/cut_share"
     r"|reward_failures)"
@@ -49,13 +51,16 @@ def evaluations(
     *,
     files: bool,
     training: bool = False,
+    harness: str = "",
+    tasks: Sequence[str] = (),
 ) -> list[LoadedConfig]:
     """Checked configs of the evaluations of `models`. Raises `ConfigError` for the first model with mistakes, and
     `UnsupportedError` for the config of a training run that has no evaluation.
 
     `config` is that of an evaluation, or of a training run with `validation`. A model is a directory or a hub id, or a
     run or a checkpoint, whose model is converted first unless the run has exported it. With `training`, the prompts of
-    a training run are its training rows, with the sampling parameters and the group size of its rollouts.
+    a training run are its training rows, with the sampling parameters and the group size of its rollouts. With
+    `harness`, the models are scored by its `tasks` instead of prompts.
     """
     composed = compose(config, [], registry)
     if composed.problems:
@@ -64,15 +69,17 @@ def evaluations(
     provider = registry.find(PipelineProvider, str(values.get("pipeline", "")))
     source: Path | dict[Any, Any] = config
     name = str(values.get("exp_name", RunConfig.model_fields["exp_name"].default))
-    if provider.evaluation:
-        shared = evaluation_values(values, provider.name, registry)
+    if provider.evaluation or harness:
+        shared = evaluation_values(values, provider.name, registry, HARNESS_PIPELINE if harness else "")
+        if harness:
+            shared |= {"harness": harness, "tasks": list(tasks)}
         if training:
             role = schema_of(provider, RunConfig, owner=registry.owner(provider)).policy_role
             if shared["pipeline"] != "evaluate" or role not in values:
                 raise UnsupportedError(f"{config}: pipeline {provider.name} does not train on responses to rows")
             shared["validation"] = _training_prompts(values, role)
         source = values = shared
-        name += "-filter" if training else "-eval"
+        name += "-filter" if training else f"-{harness}" if harness else "-eval"
     args = (values.get("actor_infer") or {}).get("model_args") or {}
     removed = [f"~actor_infer.model_args.{key}" for key in ("model_name_or_path", "random_init") if key in args]
     loaded = []

@@ -149,12 +149,15 @@ def on_a_cluster(registry: Registry, executor: object) -> bool:
     return any(os.environ.get(variable, "").removeprefix("local") for variable in variables)
 
 
-def evaluation_values(values: Mapping[Any, Any], pipeline: str, registry: Registry) -> dict[Any, Any]:
+def evaluation_values(
+    values: Mapping[Any, Any], pipeline: str, registry: Registry, evaluation: str = ""
+) -> dict[Any, Any]:
     """The values of a config of `pipeline` that an evaluation of its models has as well.
 
-    Raises `UnknownProviderError` if the pipeline has none (`PipelineProvider.evaluation`).
+    `evaluation` is the pipeline of the evaluation; default: `PipelineProvider.evaluation`. Raises
+    `UnknownProviderError` if there is none.
     """
-    provider = registry.find(PipelineProvider, registry.find(PipelineProvider, pipeline).evaluation)
+    provider = registry.find(PipelineProvider, evaluation or registry.find(PipelineProvider, pipeline).evaluation)
     known = schema_of(provider, RunConfig, owner=registry.owner(provider)).model_fields.keys() - OF_TRAINING
     shared = {key: value for key, value in values.items() if key in known} | {"pipeline": provider.name}
     if isinstance(engine := shared.get("actor_infer"), dict):
