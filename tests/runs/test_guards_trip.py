@@ -197,3 +197,33 @@ def test_a_guard_that_only_warns_of_tokens_trips_once_per_batch(local_runs, spoi
     spoil_answers(lambda output: replace(output, versions=output.versions - 1))
     result = local_runs.ok(local_runs.rlvr(max_steps=2, guards={"token_round_trip": "warn"}))
     assert counts(result) == {"token_round_trip": 2}
+
+
+FALLING = """
+import itertools
+calls = itertools.count(START)
+
+def falling(prompt, response, **row):
+    return -float(next(calls))
+"""
+
+
+def test_falling_run_is_named_and_a_resumed_run_remembers(local_runs):
+    (local_runs.folder / "rollfalls.py").write_text(FALLING.replace("START", "0"))
+    guard = {"falling_reward": {"after": 1, "window": 8, "p_value": 0.001}}
+    config = local_runs.rlvr(max_steps=10, save_steps=4, guards=guard)
+    config["rewards"] = {"falling": {"reward": "function", "function": "rollfalls:falling"}}
+    result = local_runs.ok(config)
+    record = json.loads(result.run_dir.record.read_text(encoding="utf-8"))
+    (event,) = record["guards"]["events"]
+    assert record["guards"]["counts"] == {"falling_reward": 2}
+    assert (event["guard"], event["since"], event["step"]) == ("falling_reward", 8, 9)  # shown as steps 9 and 10
+    assert mentions(event["message"], "score/mean", "step 3", "10")
+    assert "guard falling_reward" in local_runs.screen.getvalue()
+
+    guard["falling_reward"]["action"] = "error"
+    step_8 = str(result.run_dir.checkpoints / "step-8")
+    (local_runs.folder / "rollfalls.py").write_text(FALLING.replace("START", "1000"))
+    resumed = local_runs.run(config | {"resume_from_checkpoint": step_8})
+    assert getattr(resumed.error, "guard", "") == "falling_reward"
+    assert [line["step"] for line in local_runs.metrics(resumed)][-1] == 9

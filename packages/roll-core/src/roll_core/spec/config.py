@@ -1100,6 +1100,23 @@ class AdvantageSizeConfig(WarningGuardConfig):
     smaller."""
 
 
+class FallingRewardConfig(WarningGuardConfig):
+    """`guards.falling_reward`."""
+
+    after: NonNegativeInt = 20
+    """Number of steps at the start of a run whose scores are ignored."""
+    window: Annotated[int, Field(ge=8, le=1000)] = 50
+    """Number of last steps in which a trend of `score/mean` is tested."""
+    p_value: Annotated[float, Field(gt=0, lt=0.5)] = 1e-5
+    """Maximum probability of such a trend in noise, in one test. Each step is a test."""
+    val_window: Annotated[int, Field(ge=5, le=1000)] = 8
+    """Number of last evaluations in which a trend of `val/score/mean` is tested."""
+    val_p_value: Annotated[float, Field(gt=0, lt=0.5)] = 0.001
+    """Maximum probability of such a trend in noise, in one test. Each evaluation is a test."""
+    threshold: Fraction = 0.1
+    """Minimum fall over the window, as a fraction of the range of the run's scores."""
+
+
 class GuardsConfig(Config):
     """`guards`: checks while a run progresses. Pipelines with their own guards use a subclass."""
 
@@ -1128,6 +1145,8 @@ class GuardsConfig(Config):
     """A step has no group with a learning signal: all were filtered, failed, or have equal rewards."""
     advantage_size: AdvantageSizeConfig = AdvantageSizeConfig()
     """Advantages or the policy's loss are out of proportion to the rewards."""
+    falling_reward: FallingRewardConfig = FallingRewardConfig()
+    """The reward of training samples or of the validation falls over a window of steps."""
     dead_worker: GuardConfig = GuardConfig()
     """A worker process exited or stopped responding."""
 

@@ -47,6 +47,10 @@ REMEDIES = {
         "which samples have such advantages? A deviation or a mean near 0 divides them, or the critic or the KL in the"
         " reward diverges: change the estimator's options, or set advantage_clip"
     ),
+    "falling_reward": (
+        "continue from an earlier checkpoint with a lower learning_rate or a KL term; look at entropy, grad_norm,"
+        " actor/logprob_gap and response_length/cut_share in report.html"
+    ),
     "dead_worker": "look for its exit in log.txt and in the system's log; the usual cause is exhausted memory",
 }
 """Remedy for a tripped guard, by guard id."""

@@ -59,6 +59,7 @@ from roll_core.runtime.records.record import RunFacts, RunRecord, earlier_checkp
 from roll_core.runtime.records.run_dir import AUTO, RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.records.run_files import ImagesFile, SamplesFile, explained, writing
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
+from roll_core.runtime.records.trends import ScoreTrends
 from roll_core.runtime.rollout.recording import Recorder
 from roll_core.runtime.run import summary
 from roll_core.runtime.run.active_run import ActiveRun, DatasetCache
@@ -223,6 +224,7 @@ class _Driver:
     logs: RunLogging
     pipeline: Pipeline[Any] = field(init=False)
     guards: Guards = field(init=False)
+    trends: ScoreTrends = field(init=False)
     metrics_file: MetricsFile = field(init=False)
     uploader: CheckpointUploader | None = None
     profiler: StepProfiler | None = None
@@ -475,6 +477,9 @@ class _Driver:
         self.metrics_file = MetricsFile(run_dir.metrics, history=history, resumed_step=resumed_step)
         stack.callback(self.metrics_file.close)
         self.file_checks.append(self.metrics_file.check)
+        self.trends = ScoreTrends(config.guards.falling_reward)
+        for row in read_metrics(run_dir.metrics) if history is not None else ():
+            self.trends.add(int(row["step"]), row)
         if history is not None and (ids := history / TRACKERS).is_dir():
             with writing(run_dir.path / TRACKERS):
                 shutil.copytree(ids, run_dir.path / TRACKERS, dirs_exist_ok=True)
@@ -527,6 +532,8 @@ class _Driver:
             if best is not None or due or self.stop.requested:
                 await saver.save(evaluation_due=self.evaluation_due, best=best)
             self.best_metric.check()
+            if self.guards.active("falling_reward") and (falling := self.trends.falling(run.step)):
+                self.guards.check("falling_reward", False, falling)
         await self._finish_saving(run, saver)
         if self.evaluation_due:
             raise self.stop.saved(f"step {run.step} is saved; its evaluation and the export are left")
@@ -534,6 +541,7 @@ class _Driver:
     async def _step(self, run: ActiveRun, num_steps: int, executor: Executor) -> dict[str, float]:
         """Run the next step and its evaluation, and record its metrics. Returns them."""
         config = self.config
+        self.guards.step = run.step
         if self.profiler is not None:
             await self.profiler.before_step(run)
         try:
@@ -550,7 +558,7 @@ class _Driver:
                 self.ledger.count_tokens(stage, int(metrics[name]))
         run.step += 1
         self.trained = True
-        self.steps_done = self.guards.step = run.step
+        self.steps_done = run.step
         self.record.step(run.step)
         last = run.step == num_steps
         if self.profiler is not None:
@@ -592,6 +600,7 @@ class _Driver:
 
     def _record(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         self.last_metrics.update(metrics)
+        self.trends.add(step, metrics)
         self.metrics_file.log(step, metrics)
         if self._is_logged(step, num_steps, metrics):
             self.trackers.log(step, metrics)
