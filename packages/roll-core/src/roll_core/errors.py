@@ -145,6 +145,7 @@ CONFIG_CODES = {
     "ROLL-C040": "A file or directory that the config names is missing or unusable.",
     "ROLL-C041": "A reward does not fit the data, or code of the user cannot be used.",
     "ROLL-C050": "A warning: the config is valid, but a value has a probably unintended effect.",
+    "ROLL-C051": "A warning: a hyper-parameter outside the range of papers and other frameworks.",
 }
 """Kinds of problems in a configuration, by code."""
 

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll_core.config.advice import advice_warnings
 from roll_core.config.compose import compose
 from roll_core.config.validate import NAMED_PARTS, validate
 from roll_core.errors import ConfigError, ConfigProblem
@@ -77,15 +78,18 @@ def load(
         raise ConfigError(lacking)
     names = {key: getattr(config, key, None) for key in NAMED_PARTS}
     parts = {key: registry.find(NAMED_PARTS[key], name) for key, name in names.items() if name is not None}
+    unintended = {
+        **_beyond_positions(config),
+        **model_warnings,
+        **_unread_keys(config),
+        **config.training_warnings(),
+        **config.warnings(parts),
+    }
+    unusual = {key: reason for key, reason in advice_warnings(config).items() if key not in unintended}
     warnings = tuple(
-        ConfigProblem(str(composed.positions.key(tuple(key.split(".")))), key, reason, code="ROLL-C050")
-        for key, reason in {
-            **_beyond_positions(config),
-            **model_warnings,
-            **_unread_keys(config),
-            **config.training_warnings(),
-            **config.warnings(parts),
-        }.items()
+        ConfigProblem(str(composed.positions.key(tuple(key.split(".")))), key, reason, code=code)
+        for code, reasons in (("ROLL-C050", unintended), ("ROLL-C051", unusual))
+        for key, reason in reasons.items()
     )
     return LoadedConfig(
         config=config, pipeline=pipeline, sources=composed.files, warnings=warnings, unchecked=unchecked

@@ -1,0 +1,235 @@
+"""Usual hyper-parameters of pretrained language models, with sources, and the warnings of `check` outside them.
+
+`ADVICE` is the only table: docs/hyperparameters.md shows it, and `advice_warnings` compares configs with it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from roll_core.spec.model import model_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from roll_core.spec.config import RunConfig
+
+MIN_HIDDEN_SIZE = 512
+"""Hidden size of the smallest models that advice applies to. Smaller ones are for tests."""
+SOURCES = {
+    "instructgpt": "[InstructGPT](https://arxiv.org/abs/2203.02155)",
+    "ppo": "[PPO](https://arxiv.org/abs/1707.06347)",
+    "dpo": "[DPO](https://arxiv.org/abs/2305.18290)",
+    "deepseekmath": "[DeepSeekMath](https://arxiv.org/abs/2402.03300)",
+    "dapo": "[DAPO](https://arxiv.org/abs/2503.14476)",
+    "zephyr": "[Zephyr](https://arxiv.org/abs/2310.16944)",
+    "olmo": "[OLMo](https://huggingface.co/allenai/OLMo-7B-SFT)",
+    "lora": "[LoRA Without Regret](https://thinkingmachines.ai/blog/lora/)",
+    "trl": "[TRL](https://huggingface.co/docs/trl)",
+    "trl-lora": "[TRL's LoRA guide](https://huggingface.co/docs/trl/main/en/lora_without_regret)",
+    "verl": "[verl](https://github.com/volcengine/verl/tree/main/examples)",
+    "openrlhf": "[OpenRLHF](https://github.com/OpenRLHF/OpenRLHF)",
+}
+"""Sources of advice, by key, as links."""
+RL = ("rlvr", "agentic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Usual values of a key under a condition."""
+
+    key: str
+    """Dotted key."""
+    method: str
+    """The condition in words, for the docs."""
+    pipelines: tuple[str, ...]
+    low: float
+    high: float
+    seen: str
+    """Values of the sources, with the keys of `SOURCES` in braces."""
+    adapters: bool | None = None
+    """Only with adapters (True), or only without (False)."""
+    where: Mapping[str, object] = field(default_factory=dict)
+    """Values that other keys must have."""
+
+
+def _rates(
+    role: str, pipelines: tuple[str, ...], method: str, full: tuple[float, float, str], lora: tuple[float, float, str]
+) -> Iterator[Advice]:
+    for adapters, (low, high, seen) in ((False, full), (True, lora)):
+        yield Advice(
+            key=f"{role}.training_args.learning_rate",
+            method=f"{method}, {'LoRA' if adapters else 'all parameters'}",
+            pipelines=pipelines,
+            low=low,
+            high=high,
+            seen=seen,
+            adapters=adapters,
+            where={f"{role}.training_args.optimizer": "adamw"},
+        )
+
+
+ADVICE = (
+    *_rates(
+        "sft_train",
+        ("sft",),
+        "SFT",
+        (1e-6, 1e-4, "2e-6 {olmo}; 2e-5 {trl}"),
+        (2e-5, 2e-3, "2e-4 {trl-lora}; 10 × all parameters {lora}"),
+    ),
+    *_rates(
+        "actor_train",
+        ("preference",),
+        "DPO",
+        (5e-8, 5e-6, "5e-7 {zephyr}; 5e-7 {olmo}; 1e-6 {dpo}"),
+        (5e-7, 5e-5, "10 × all parameters {lora}"),
+    ),
+    *_rates(
+        "actor_train",
+        RL,
+        "RL",
+        (1e-7, 1e-5, "1e-6 {verl}; 1e-6 {dapo}; 1e-6 {deepseekmath}; 1e-6 {openrlhf}"),
+        (2e-6, 2e-4, "1e-5 to 5e-5 {trl-lora}; 10 × all parameters {lora}"),
+    ),
+    *_rates(
+        "critic",
+        RL,
+        "PPO's critic",
+        (1e-6, 1e-4, "9e-6 {openrlhf}; 1e-5 {verl}"),
+        (1e-5, 1e-3, "10 × all parameters {lora}"),
+    ),
+    Advice(
+        key="rollout_batch_size",
+        method="RL: prompts of a batch",
+        pipelines=("rlvr",),
+        low=8,
+        high=4096,
+        seen="512 {dapo}; 1024 {verl}; 1024 {deepseekmath}",
+    ),
+    Advice(
+        key="num_return_sequences_in_group",
+        method="GRPO: responses to a prompt",
+        pipelines=("rlvr",),
+        low=4,
+        high=128,
+        seen="5 {verl}; 8 {trl}; 16 {dapo}; 64 {deepseekmath}",
+        where={"adv_estimator": "grpo"},
+    ),
+    Advice(
+        key="pg_clip",
+        method="PPO's clip range",
+        pipelines=RL,
+        low=0.05,
+        high=0.4,
+        seen="0.2 {ppo}; 0.2 {verl}; 0.2 {trl}",
+        where={"pg_variant": "ppo"},
+    ),
+    Advice(
+        key="pg_clip_high",
+        method="upper clip range (clip-higher)",
+        pipelines=RL,
+        low=0.1,
+        high=0.6,
+        seen="0.28 {dapo}",
+        where={"pg_variant": "ppo"},
+    ),
+    Advice(
+        key="kl_loss_coef",
+        method="KL in the loss",
+        pipelines=RL,
+        low=1e-4,
+        high=0.1,
+        seen="0.001 {verl}; 0.04 {deepseekmath}",
+        where={"use_kl_loss": True},
+    ),
+    Advice(
+        key="init_kl_coef",
+        method="KL in the reward",
+        pipelines=RL,
+        low=1e-4,
+        high=0.2,
+        seen="0.01 {openrlhf}; 0.02 {instructgpt}",
+        where={"add_token_level_kl": True},
+    ),
+    Advice(
+        key="beta",
+        method="DPO",
+        pipelines=("preference",),
+        low=0.01,
+        high=0.5,
+        seen="0.1 {dpo}; 0.1 {trl}; 0.1 {olmo}",
+        where={"loss_type": ["sigmoid"]},
+    ),
+    Advice(
+        key="actor_infer.generating_args.temperature",
+        method="RL: temperature of rollouts",
+        pipelines=RL,
+        low=0.6,
+        high=1.3,
+        seen="1.0 {dapo}; 1.0 {verl}; 1.0 {trl}",
+    ),
+    Advice(
+        key="response_length",
+        method="RL: tokens of a response",
+        pipelines=("rlvr",),
+        low=128,
+        high=65536,
+        seen="512 {verl}; 1024 {deepseekmath}; 20480 {dapo}",
+    ),
+)
+"""Advice in the order of the docs. At most one entry applies to a key of a config."""
+
+
+def advice_warnings(config: RunConfig) -> dict[str, str]:
+    """Warnings about values outside `ADVICE`, by dotted key. Empty unless the trained model is a pretrained one."""
+    return {
+        advice.key: (
+            f"found {value:g}, usual for {advice.method}: {advice.low:g} to {advice.high:g}"
+            f" ({sources(advice.seen, linked=False)}). If the value is intended, ignore this warning"
+        )
+        for advice in ADVICE
+        if config.pipeline in advice.pipelines
+        and (value := _number(config, advice.key)) is not None
+        and not advice.low <= value <= advice.high
+        and all(_at(config, key) == expected for key, expected in advice.where.items())
+        and _applies(config, advice)
+    }
+
+
+def sources(seen: str, *, linked: bool) -> str:
+    """The text of `Advice.seen` with the names of the sources, or links to them."""
+    links = SOURCES if linked else {key: link[1:].partition("]")[0] for key, link in SOURCES.items()}
+    return seen.format_map(links)
+
+
+def _applies(config: RunConfig, advice: Advice) -> bool:
+    """True if the model of the key's role, or of the policy, is pretrained, and has adapters as in `advice`."""
+    roles = config.roles()
+    role = roles.get(advice.key.partition(".training_args")[0]) or roles.get(config.policy_role)
+    if role is None or advice.adapters not in (None, role.model_args.trains_adapters):
+        return False
+    model = role.model_args.model_dump()
+    if model.get("random_init"):
+        return False
+    keys = model_keys(model, config.pretrain)
+    if not keys:  # a name of the hub. A directory that does not exist yet is the export of an earlier run
+        name = model.get("model_name_or_path") or config.pretrain or ""
+        return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not os.path.exists(name)
+    text = keys.get("text_config")
+    size = (text if isinstance(text, dict) else keys).get("hidden_size", 0)
+    return isinstance(size, int) and size >= MIN_HIDDEN_SIZE
+
+
+def _number(config: RunConfig, key: str) -> float | None:
+    value = _at(config, key)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _at(config: RunConfig, key: str) -> Any:
+    """Value of a dotted key; None if there is none."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
