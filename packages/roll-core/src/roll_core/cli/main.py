@@ -32,6 +32,7 @@ Post-train language models: reinforcement learning and supervised fine-tuning.
 
 commands:
   run CONFIG... [key=value ...]     run one config after the other
+  run CONFIG --multirun key=a,b     run each combination of values, and compare the runs
   check CONFIG... [key=value ...]   report all mistakes in configs, without starting a run
   plugins [--json | -v] [--check]   list installed plugins, what they provide, and their errors
   plugins test NAME                 run the conformance tests of an installed plugin
@@ -153,8 +154,19 @@ def _run(words: list[str]) -> int:
     parser = command_parser(
         "run", "Run one config after the other. A later run may start from the model of an earlier one."
     )
-    configs, overrides, disabled, files = _configs(parser, words)
+    parser.add_argument(
+        "--multirun",
+        action="store_true",
+        help="run a config with each combination of values (key=a,b other=c,d), and compare the runs",
+    )
+    configs, overrides, disabled, files, options = _configs(parser, words)
+    if options.multirun and len(configs) > 1:
+        parser.error("--multirun runs one config")
     with stop_signals():
+        if options.multirun:
+            from roll_core.cli.sweep import run_sweep
+
+            return run_sweep(configs[0], overrides, disabled, partial(_plugin_command, "report"), files=files)
         from roll_core.cli.run import run_configs
 
         return run_configs(configs, overrides, disabled, files=files)
@@ -166,7 +178,7 @@ def _check(words: list[str]) -> int:
         "Report all mistakes in configs: keys, values, and the models, rows and reward functions that they name. Takes"
         " about a second, and starts no run.",
     )
-    configs, overrides, disabled, files = _configs(parser, words)
+    configs, overrides, disabled, files, _ = _configs(parser, words)
     from roll_core.cli.run import check_configs
 
     return check_configs(configs, overrides, disabled, files=files)
@@ -265,14 +277,17 @@ def _on_stop_signal(number: int, frame: object) -> None:
     raise _TerminatedError(f"stopped by {signal.Signals(number).name} before the run started: nothing was saved")
 
 
-def _configs(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[Path], list[str], list[str], bool]:
-    """Parse configs (at least one), overrides, disabled plugins, and True if files named in configs are checked."""
+def _configs(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[list[Path], list[str], list[str], bool, argparse.Namespace]:
+    """Parse configs (at least one), overrides, disabled plugins, True if files named in configs are checked, and all
+    options."""
     parser.epilog = f"example: {parser.prog} grpo.yaml max_steps=20 actor_train.training_args.learning_rate=1e-6"
     parser.add_argument("--no-files", action="store_true", help="do not check models, rows and reward functions")
     configs, overrides, options = parse_configs(parser, words)
     if not configs:
         parser.error("expected at least one config file")
-    return configs, overrides, options.disable_plugin, not options.no_files
+    return configs, overrides, options.disable_plugin, not options.no_files, options
 
 
 def _print_error(message: str) -> None:

@@ -36,10 +36,17 @@ def run_configs(
     return results[-1].exit_code
 
 
-def run_loaded(configs: Sequence[LoadedConfig], registry: Registry) -> list[RunResult]:
+def run_loaded(
+    configs: Sequence[LoadedConfig],
+    registry: Registry,
+    *,
+    argvs: Sequence[Sequence[str]] | None = None,
+    keep_going: bool = False,
+) -> list[RunResult]:
     """Run checked configs in order; the first failure ends the sequence. Returns the results of the runs that began.
 
-    The traceback of an error without advice goes to stderr.
+    With `keep_going`, only a run that is stopped by a user or a scheduler ends it. `argvs` are the command lines of the
+    runs, by default this process's. The traceback of an error without advice goes to stderr.
     """
     import traceback
 
@@ -48,15 +55,16 @@ def run_loaded(configs: Sequence[LoadedConfig], registry: Registry) -> list[RunR
     from roll_core.runtime.run.loop import execute
 
     results: list[RunResult] = []
-    for config in configs:
+    for i, config in enumerate(configs):
         before_s = 0.0 if results else process_age_s()
-        result = execute(config, registry, argv=sys.argv, before_s=before_s)
+        result = execute(config, registry, argv=sys.argv if argvs is None else argvs[i], before_s=before_s)
         results.append(result)
         if result.error is not None:
             if not result.advice and not isinstance(result.error, (RollError, KeyboardInterrupt, SystemExit)):
                 redactor = Redactor.of(os.environ, config.config.model_dump(mode="json"))
                 sys.stderr.write(redactor.text("".join(traceback.format_exception(result.error))))
-            break
+            if not keep_going or result.outcome in ("interrupted", "preempted"):
+                break
     return results
 
 

@@ -115,12 +115,41 @@ def _parse(text: str) -> Any:
             if not parsed.is_sweep_override():
                 parsed.value()
                 return parsed
-            message, hint = "found several values, expected one", ""
+            message, hint = "found several values, expected one", _several(key, value)
         except (HydraException, ValueError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             message = f"cannot be read: {lines[0] if lines else type(error).__name__}"
             hint = _spelling(key, value)
     raise ConfigError([_problem(text, message, hint)])
+
+
+def swept_values(text: str, problems: list[ConfigProblem]) -> tuple[str, list[str]]:
+    """The key of an override, and its values if it has several (`key=a,b`); otherwise none.
+
+    Adds an override that cannot be listed to `problems`. Other mistakes are left to `parse_overrides`.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key = text.partition("=")[0].lstrip("+~")
+    if key.endswith("device_mapping"):  # see `_parse`
+        return key, []
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return key, []
+    if not parsed.is_sweep_override():
+        return key, []
+    try:
+        return key, list(parsed.sweep_string_iterator())
+    except HydraException:
+        problems.append(_problem(text, "has no list of values", f"write {key}=a,b"))
+        return key, []
+
+
+def _several(key: str, value: str) -> str:
+    """How to write an override with several values."""
+    return f'for a list, write "{key}=[{value}]". --multirun runs each value'
 
 
 def _spelling(key: str, value: str) -> str:
