@@ -6,6 +6,7 @@ Patches stand in for faults of an engine's code; the doctor has no switch for th
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,34 +14,53 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from PIL import Image
 
 from roll_core.cli.main import main
+from roll_core.data.media import image_media
 from roll_core.plugins.registry import load_registry
+from roll_core.spec.fp8 import is_layers_weight, quantise_rows
+from roll_core.spec.model import LoraSpec
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_core.types import SamplingParams
+from roll_infer_hf import decoder
 from roll_infer_hf.decoder import Decoder
 from roll_infer_hf.engine import HFInferStrategy
-from roll_infer_hf.loaded_weights import LoadedWeights
+from roll_infer_hf.loaded_weights import LoadedAdapter, LoadedWeights
+from roll_infer_hf.module_runner import ModuleRunner
 from roll_infer_hf.sampler import Sampler
 from roll_modeling.activations import recorded
+from roll_modeling.images import ImageReader
 from roll_modeling.model import load_model
 from roll_modeling.strategy import HuggingFaceStrategy
 from roll_modeling.task_model import TaskModel
+from roll_strategy_hf.train import HFTrainStrategy
+from roll_testing.images import ImageReference, random_image, write_image_model
 from roll_testing.models import QWEN3, write_checkpoint
 from roll_testing.runs import REWARDS, Runs
-from roll_tools.mismatch_experiments import Pair, Part, Trainer
+from roll_tools.mismatch_experiments import Pair
 from roll_tools.mismatch_reference import ScoredTokens
+from roll_tools.mismatch_sides import Part, Trainer
 
 VOCABULARY = 64
-SHAPES = {"llama": {"model_type": "llama"}, "qwen3": {}}
+GEMMA = {"final_logit_softcapping": 6.0, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+SHAPES = {
+    "llama": {"model_type": "llama"},
+    "qwen3": {},
+    "mistral": {"model_type": "mistral", "sliding_window": 12},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 64, **GEMMA},
+    "mixture": {"model_type": "qwen3_moe", **MIXTURE},
+}
+LORA = LoraSpec(targets=("q_proj", "down_proj"), rank=4, alpha=8.0)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Spec of a tiny model by architecture."""
     folder = tmp_path_factory.mktemp("mismatch")
-    extra = {"max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2}
-    return {
+    extra = {"max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2}
+    return {"images": write_image_model(folder / "images")} | {
         name: write_checkpoint(folder / name, {**QWEN3, **extra, **keys}, task="causal_lm", vocab_size=VOCABULARY)
         for name, keys in SHAPES.items()
     }
@@ -54,6 +74,7 @@ def pair(models) -> Callable[..., Pair]:
     common = rng.integers(3, 60, 34)
     prompts = [rng.integers(3, 60, length) for length in (5, 9, 14, 30)]
     prompts += [np.append(common, rng.integers(3, 60, 4)) for _ in range(2)]
+    longer = [*prompts[:2], *(rng.integers(3, 60, length) for length in (120, 150))]
 
     def make(
         *,
@@ -62,9 +83,13 @@ def pair(models) -> Callable[..., Pair]:
         config: dict[str, Any] | None = None,
         trained_by: str = "hf_train",
         model: str = "qwen3",
+        long: bool = False,
         **params: Any,
     ) -> Pair:
-        spec = models[model]
+        spec, media = models[model], ()
+        chosen = longer if long else prompts
+        if model == "images":
+            chosen, media = image_prompts(spec)
         return Pair(
             trainer=Part(
                 provider=registry.find(TrainProvider, trained_by),
@@ -79,10 +104,18 @@ def pair(models) -> Callable[..., Pair]:
                 key="actor_infer",
             ),
             params=SamplingParams(**{"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True, **params}),
-            prompts=prompts,
+            prompts=chosen,
+            media=media,
         )
 
     return make
+
+
+def image_prompts(spec):
+    """Prompts with one and two images."""
+    reference = ImageReference(spec)
+    media = [tuple(random_image(56, 56, seed) for seed in seeds) for seeds in ((0, 1), (2,), (3, 4))]
+    return [reference.prompt(images) for images in media], media
 
 
 def first(diagnosis) -> str:
@@ -353,6 +386,156 @@ def packed_leak(original, self, micro, want, host=None):
     return outputs
 
 
+def hidden(**overrides):
+    """The engine's model has other values of keys than its config."""
+
+    def started(original, self, model, mesh):
+        return original(self, replace(model, config_overrides={**model.config_overrides, **overrides}), mesh)
+
+    return around(HFInferStrategy, "start", started)
+
+
+class Replaced:
+    """A module with other functions."""
+
+    def __init__(self, module, **functions):
+        self.__dict__.update(module=module, **functions)
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+
+def softmax_in(dtype):
+    """Both of the engine's ways to attend."""
+
+    def softmax(scores, dim):
+        return torch.softmax(scores.to(dtype), dim).to(scores.dtype)
+
+    def attend(query, key, value, attn_mask=None, is_causal=False, scale=None, **_):
+        scores = query @ key.transpose(-1, -2) * scale
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        return softmax(scores, -1) @ value
+
+    def plant(patch):
+        patch.setattr(decoder, "torch", Replaced(torch, softmax=softmax))
+        patch.setattr(decoder, "F", Replaced(F, scaled_dot_product_attention=attend))
+
+    return plant
+
+
+def gates(change):
+    """Other logits of the engine's routers: `change(original, hidden)`."""
+
+    def started(original, self, model, **named):
+        for name, module in model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.forward = partial(change, module.forward)
+        original(self, model, **named)
+
+    return around(ModuleRunner, "__init__", started)
+
+
+def bf16_gate(original, hidden):
+    weight = original.__self__.weight
+    kept, weight.data = weight.data, weight.data.bfloat16()
+    try:
+        logits, scores, experts = original(hidden.bfloat16())
+        return logits.float(), scores.float(), experts
+    finally:
+        weight.data = kept
+
+
+def third_gate(original, hidden):
+    """The third expert instead of the second if both are near."""
+    router = original.__self__
+    logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    best = logits.softmax(-1).topk(3)
+    near = best.values[:, 1] - best.values[:, 2] < 0.1
+    chosen = torch.stack([torch.zeros_like(near, dtype=torch.long), near.long() + 1], 1)
+    values = best.values.gather(1, chosen)
+    return logits, values / values.sum(-1, keepdim=True), best.indices.gather(1, chosen)
+
+
+def fp8_rows(loaded):
+    for name, weight in loaded.items():
+        if weight.ndim == 2 and is_layers_weight(name):
+            values, scale = quantise_rows(weight.data)
+            weight.data = values.float() * scale
+
+
+def with_adapters(patch):
+    """The trainer's adapters are not zero."""
+
+    def built(original, self, *args, **named):
+        original(self, *args, **named)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+
+    around(HFTrainStrategy, "build", built)(patch)
+
+
+def doubled_adapter(patch):
+    with_adapters(patch)
+
+    def merged(original, self, adapter):
+        original(self, {name: tensor * 2 if ".lora_B" in name else tensor for name, tensor in adapter.items()})
+
+    around(LoadedAdapter, "_merge", merged)(patch)
+
+
+def unmerged(patch):
+    """The trainer exports the base model's weights."""
+    with_adapters(patch)
+
+    def exported(original, self):
+        with torch.no_grad():
+            factors = [parameter for name, parameter in self.model.named_parameters() if ".lora_B." in name]
+            kept = [factor.clone() for factor in factors]
+            for factor in factors:
+                factor.zero_()
+            weights = [(name, tensor.clone()) for name, tensor in original(self)]
+            for factor, value in zip(factors, kept, strict=True):
+                factor.copy_(value)
+        return iter(weights)
+
+    around(HFTrainStrategy, "export_weights", exported)(patch)
+
+
+def pixels_of(change):
+    return before_generate(lambda request: replace(request, media=change(request.media)))
+
+
+def black(media):
+    return tuple(image_media(Image.new("RGB", (image.width, image.height))) for image in media)
+
+
+def text_positions(patch):
+    """The engine counts image tokens as text."""
+    generating = []
+
+    def counted(original, self, tokens_T, *args):
+        return torch.arange(len(tokens_T)).expand(3, -1) if generating else original(self, tokens_T, *args)
+
+    def prefilled(original, self, chunks):
+        generating.append(True)
+        try:
+            return original(self, chunks)
+        finally:
+            generating.pop()
+
+    around(ImageReader, "_positions", counted)(patch)
+    around(ModuleRunner, "prefill", prefilled)(patch)
+
+
+def both_sides(**values):
+    return {"engine": values, "trainer": values}
+
+
 PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "nudged weight": ("weights.differ", after_update(nudged), {}),
     "transposed weight": ("weights.differ", after_update(transposed), {}),
@@ -419,10 +602,39 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         {"config": {"max_num_batched_tokens": 12}},
     ),
     "positions": ("inputs.positions", around(Decoder, "decode", positions), {}),
+    "window off by one": ("model.sliding_window", hidden(sliding_window=11), {"model": "mistral"}),
+    "ignored window": ("model.sliding_window", hidden(sliding_window=None), {"model": "mistral"}),
+    "long window": (
+        "model.sliding_window",
+        hidden(sliding_window=90),
+        {"model": "mistral", "long": True, **both_sides(config_overrides={"sliding_window": None})},
+    ),
+    "long truncated prompt": ("inputs.truncation", prompt_of(lambda ids: ids[-100:]), {"long": True}),
+    "cap of logits": ("model.logit_softcap", hidden(final_logit_softcapping=4.0), {"model": "gemma2"}),
+    "cap of scores": ("model.attention_softcap", hidden(attn_logit_softcapping=2.0), {"model": "gemma2"}),
+    "bf16 softmax": ("arithmetic.softmax", softmax_in(torch.bfloat16), {}),
+    "bf16 router": ("arithmetic.router", gates(bf16_gate), {"model": "mixture"}),
+    "other experts": ("model.router_replay", gates(third_gate), {"model": "mixture"}),
+    "fp8 weights": ("weights.rounded", after_update(fp8_rows), {}),
+    "adapter twice": ("model.lora_scale", doubled_adapter, both_sides(lora=LORA)),
+    "adapter not merged": ("model.lora_merge", unmerged, {"trainer": {"lora": LORA}}),
+    "black images": ("inputs.image_pixels", pixels_of(black), {"model": "images"}),
+    "images in another order": ("inputs.image_pixels", pixels_of(lambda media: media[::-1]), {"model": "images"}),
+    "image positions": ("inputs.image_positions", text_positions, {"model": "images"}),
 }
 
 
 SLOW = {
+    "long window",
+    "long truncated prompt",
+    "ignored window",
+    "cap of logits",
+    "cap of scores",
+    "bf16 softmax",
+    "other experts",
+    "adapter twice",
+    "images in another order",
+    "image positions",
     "positions",
     "attention scale",
     "chunked prefill",
@@ -443,7 +655,8 @@ SLOW = {
 def test_planted_cause_is_the_first(pair, monkeypatch, case):
     expected, plant, keys = PLANTS[case]
     plant(monkeypatch)
-    assert first(pair(**keys).diagnose()) == expected
+    diagnosis = pair(**keys).diagnose()
+    assert first(diagnosis) == expected, diagnosis
 
 
 @pytest.mark.slow(ci=True)

@@ -70,11 +70,11 @@ class Live:
         mesh = MeshInfo(role="actor_infer", num_threads=1, num_slots=num_slots)
         self._runner.run(strategy.start(self.spec, mesh))
 
-    def run(self, call: Awaitable[T]) -> T:
-        """Run a coroutine and return its result. Raises `TimeoutError` after `ANSWER_S`."""
+    def run(self, call: Awaitable[T], limit_s: float = ANSWER_S) -> T:
+        """Run a coroutine and return its result. Raises `TimeoutError` after `limit_s`."""
 
         async def limited() -> T:
-            return await asyncio.wait_for(call, ANSWER_S)
+            return await asyncio.wait_for(call, limit_s)
 
         return self._runner.run(limited())
 

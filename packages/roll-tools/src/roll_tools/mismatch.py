@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.mismatch import Diagnosis
     from roll_core.runtime.run.active_run import DatasetCache
     from roll_core.spec.config import RunConfig
-    from roll_core.types import TokenIds
+    from roll_core.types import Media, TokenIds
     from roll_tools.mismatch_experiments import Pair
 
 ENGINE = "actor_infer"
@@ -78,7 +78,8 @@ def pair_of(config: RunConfig, registry: Registry, folder: Path) -> Pair:
     from roll_core.spec.pipeline import RoleSpec
 
     try:
-        from roll_tools.mismatch_experiments import Pair, Part
+        from roll_tools.mismatch_experiments import Pair
+        from roll_tools.mismatch_sides import Part
     except ModuleNotFoundError as error:
         raise MissingRequirementError(
             f"roll-core doctor mismatch: {error.name} is not installed. Run: {install_command('roll-modeling')}"
@@ -107,25 +108,29 @@ def pair_of(config: RunConfig, registry: Registry, folder: Path) -> Pair:
         trainer=parts[0],
         engine=parts[1],
         params=replace(params, max_new_tokens=length, min_new_tokens=0, stop=(), seed=None, ignore_eos=True),
-        prompts=_prompts(config, data, tokenizer),
+        **_prompts(config, data, tokenizer),
         device=select_platform(registry, config.platform).device(0),
     )
 
 
-def _prompts(config: RunConfig, data: DatasetCache, tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:
-    """The first prompts of the config's data, and the longest one with another last token: a common prefix."""
+def _prompts(config: RunConfig, data: DatasetCache, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The first prompts of the config's data with their images, and the longest one with another last token: a common
+    prefix."""
     from roll_core.data.encode import encode_prompts
     from roll_tools.data_audit import sources
 
-    prompts: list[TokenIds] = []
+    prompts: list[tuple[TokenIds, tuple[Media, ...]]] = []
     for source in list(dict(sources(config)).values())[:1]:
         encoded, _ = encode_prompts(data.rows(source), source, tokenizer, prompt_length=config.prompt_length)
-        prompts = [prompt.tokens for prompt in encoded if not prompt.media][:NUM_PROMPTS]
+        prompts = [(prompt.tokens, prompt.media) for prompt in encoded[:NUM_PROMPTS]]
     if not prompts:
         rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, len(tokenizer), size=min(8 * size, config.prompt_length)) for size in range(1, 5)]
-    longest = max(prompts, key=len)
-    return [*prompts, np.append(longest[:-1], (longest[-1] + 1) % len(tokenizer))]
+        lengths = (min(8 * size, config.prompt_length) for size in range(1, 5))
+        prompts = [(rng.integers(0, len(tokenizer), size=length), ()) for length in lengths]
+    if plain := [tokens for tokens, media in prompts if not media]:
+        longest = max(plain, key=len)
+        prompts.append((np.append(longest[:-1], (longest[-1] + 1) % len(tokenizer)), ()))
+    return {"prompts": [tokens for tokens, _ in prompts], "media": [media for _, media in prompts]}
 
 
 def _show(diagnosis: Diagnosis) -> None:

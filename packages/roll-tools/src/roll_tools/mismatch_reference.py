@@ -9,6 +9,7 @@ L tokens of a sequence, R response tokens, V vocabulary, W width of an activatio
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from roll_core.spec.fp8 import is_layers_weight, quantise_rows
 from roll_modeling.activations import visited
+from roll_modeling.images import image_reader
 from roll_modeling.model import load_model
 
 if TYPE_CHECKING:
@@ -32,17 +35,22 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from roll_core.spec.model import ModelSpec
-    from roll_core.types import Floats, SamplingParams, TokenIds
+    from roll_core.types import Floats, Media, RoutedExperts, SamplingParams, TokenIds
 
+FP8 = torch.float8_e4m3fn
+ROWS = "fp8 rows"
+"""fp8 with a scale for each row, as `quantization: fp8` sends matrices of layers."""
 ATTENTION = "roll_mismatch"
-_ATTENTION: ContextVar[Edits | None] = ContextVar("edits of the reference's attention", default=None)
+_ATTENTION: ContextVar[tuple[Edits, Edits] | None] = ContextVar(
+    "edits of attention, with and without a window", default=None
+)
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("head", ("lm_head", "embed_out")),
     ("embedding", ("embed_tokens", "wte", "embed_in")),
     ("rope", ("rotary_emb",)),
     ("attention", ("o_proj:input", "out_proj:input", "c_proj:input")),
-    ("activation", ("down_proj:input",)),
-    ("router", ("mlp.gate", "router")),
+    ("activation", ("down_proj:input", "act_fn")),
+    ("router", ("mlp.gate", "router", "mlp.experts")),
     ("norm", ("norm", "layernorm", "ln_1", "ln_2", "ln_f")),
 )
 """Kind of a point of the model, by the end of its name. The outputs of all other modules are of kind `linear`."""
@@ -54,6 +62,9 @@ class ScoredTokens:
 
     tokens: TokenIds
     begin: int
+    media: tuple[Media, ...] = ()
+    experts: RoutedExperts | None = None
+    """Experts that the engine chose, if it returns them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +87,7 @@ class Edits:
     kv: torch.dtype | None = None
     softmax: torch.dtype | None = None
     window: int | None = None
+    """Tokens to which each token attends, in layers with a window, or in all if no layer has one."""
     scale: float = 1.0
     """Factor on attention scores."""
     rope_base: float = 1.0
@@ -86,8 +98,13 @@ class Edits:
     """Epsilon of the norms."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Other values of parameters, by name."""
-    rounded: torch.dtype | None = None
-    """Dtype to which all matrices are rounded."""
+    rounded: torch.dtype | str | None = None
+    """Dtype to which all matrices are rounded, or `ROWS`."""
+    attention_softcap: float | None = None
+    pixels: str = ""
+    """Other pixels of images: `zeros` after the processor, `black`, `white`, or `reversed` images."""
+    text_positions: bool = False
+    """Image tokens have positions as text has."""
     temperature: float | None = None
     """Temperature of the logprobs, instead of that of the run."""
     softcap: float = 0.0
@@ -100,7 +117,7 @@ class Edits:
 
     def model_key(self) -> str:
         """Equal for edits with equal logits."""
-        ours = ("temperature", "softcap", "processed", "top_p", "penalty", "shift", "weights")
+        ours = ("temperature", "processed", "top_p", "penalty", "shift", "weights")
         parts = {name: getattr(self, name) for name in self.__slots__ if name not in ours}
         return repr(parts) + repr({name: id(tensor) for name, tensor in self.weights.items()})
 
@@ -126,24 +143,63 @@ class Reference:
         self.base = float(_rope_base(self.model.config))
         self.edits_attention = _use_attention(self.model)
         """False if the architecture has an attention of its own, which edits do not reach."""
+        reader = image_reader(self.model, plain)
+        self._processor: Any = None if reader is None else reader.processor
+        self._has_windows = any(getattr(module, "sliding_window", None) for module in self.model.modules())
         self._cached: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    @property
+    def reads_images(self) -> bool:
+        """True if the model has an image encoder and a processor."""
+        return self._processor is not None
+
+    def tied_head(self) -> dict[str, Tensor]:
+        """The embedding as head, by the head's name; empty if it is already, or cannot be."""
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if head is None or head.weight is embedding.weight or head.weight.shape != embedding.weight.shape:
+            return {}
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return {names[id(head.weight)]: embedding.weight.detach().clone()}
+
+    def with_adapter_scale(self, edits: Edits, factor: float) -> Edits:
+        """The distance of the weights to the spec's model, times `factor`."""
+        scaled = {name: old + factor * (self.parameters[name] - old) for name, old in self.initial.items()}
+        return replace(edits, weights={**edits.weights, **scaled})
+
+    def merged(self, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of the spec's model plus B A of `adapters`, if they are not the exported ones."""
+        merged = {}
+        for name, factor in adapters.items():
+            path, _, side = name.rpartition(".lora_")
+            if side.startswith("A") and (weight := f"{path}.weight") in self.parameters:
+                product = adapters[f"{path}.lora_B.weight"].float() @ factor.float()
+                base = self.initial[weight] if weight in self.initial else self.parameters[weight]
+                merged[weight] = base + product.to(base)
+        return {name: new for name, new in merged.items() if not torch.allclose(new, self.parameters[name], atol=1e-5)}
 
     def logprobs(
         self, sequences: Sequence[ScoredTokens], params: SamplingParams, edits: Edits | None = None
     ) -> list[Floats]:
         """Logprobs of the compared tokens of each sequence, `[R]` each."""
         edits = edits or Edits()
-        key = (edits.model_key(), *((sequence.tokens.tobytes(), sequence.begin) for sequence in sequences))
+        # A cap of logits is part of the model if the model has one.
+        inside, after = edits, replace(edits, softcap=0.0)
+        if self.caps_logits() is None:
+            inside, after = after, edits
+        key = (inside.model_key(), *((sequence.tokens.tobytes(), sequence.begin) for sequence in sequences))
         if key not in self._cached:
-            self._cached = {key: self._logits(sequences, edits)} | dict(list(self._cached.items())[:1])
+            self._cached = {key: self._logits(sequences, inside)} | dict(list(self._cached.items())[:1])
         return [
-            _processed(logits_RV, sequence, params, edits)
+            _processed(logits_RV, sequence, params, after)
             for logits_RV, sequence in zip(self._cached[key], sequences, strict=True)
         ]
 
     @torch.inference_mode()
     def _logits(self, sequences: Sequence[ScoredTokens], edits: Edits) -> list[Tensor]:
-        """Logits before each compared token, `[R, V]` each; one padded pass."""
+        """Logits before each compared token, `[R, V]` each; one padded pass of all sequences without images."""
+        if any(sequence.media for sequence in sequences):
+            with self._edited(edits):
+                return [self._alone(sequence, edits) for sequence in sequences]
         rows, starts = [], []
         for sequence in sequences:
             drop = max(edits.dropped, 0 if edits.num_visible is None else sequence.begin - edits.num_visible)
@@ -171,10 +227,35 @@ class Reference:
             for i, (row, start) in enumerate(zip(rows, starts, strict=True))
         ]
 
+    def _alone(self, sequence: ScoredTokens, edits: Edits) -> Tensor:
+        """Logits `[R, V]` of a sequence with images. Edits of its tokens have no effect."""
+        tokens, media = torch.from_numpy(sequence.tokens)[None].to(self.model.device), sequence.media
+        if edits.pixels == "reversed" and len({(image.width, image.height) for image in media}) == 1:
+            media = media[::-1]
+        if edits.pixels in ("black", "white"):
+            media = tuple(_plain_image(image, edits.pixels) for image in media)
+        arrays = {name: torch.from_numpy(array).to(tokens.device) for name, array in self._inputs(media).items()}
+        if edits.pixels == "zeros":
+            arrays |= {name: array.zero_() for name, array in arrays.items() if array.is_floating_point()}
+        if edits.text_positions:
+            arrays["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False, **arrays, **self._token_types(tokens)).logits[0]
+        return logits[sequence.begin - 1 : -1].float().cpu()
+
+    def _inputs(self, media: tuple[Media, ...]) -> dict[str, Any]:
+        known = inspect.signature(self.model.forward).parameters
+        return {name: array.copy() for name, array in self._processor.inputs(media).items() if name in known}
+
+    def _token_types(self, tokens: Tensor) -> dict[str, Tensor]:
+        known = inspect.signature(self.model.forward).parameters
+        names = [name for name in ("mm_token_type_ids", "token_type_ids") if name in known]
+        return dict.fromkeys(names, (tokens == self._processor.image_token_id).long())
+
     @contextmanager
     def _edited(self, edits: Edits) -> Iterator[None]:
         """The model with `edits`, during the context."""
-        token = _ATTENTION.set(edits)
+        everywhere = replace(edits, window=None if self._has_windows else edits.window)
+        token = _ATTENTION.set((edits, everywhere))
         saved = {name: parameter.data for name, parameter in self.parameters.items()}
         with ExitStack() as stack:
             stack.callback(_ATTENTION.reset, token)
@@ -183,9 +264,10 @@ class Reference:
             for name, tensor in edits.weights.items():
                 self.parameters[name].data = tensor.to(self.parameters[name])
             if edits.rounded is not None:
-                for parameter in self.parameters.values():
-                    if parameter.ndim > 1:
-                        parameter.data = parameter.data.to(edits.rounded).float()
+                for name, parameter in self.parameters.items():
+                    parameter.data = rounded(name, parameter.data, edits.rounded)
+            if edits.softcap and (config := self.caps_logits()) is not None:
+                _set(stack, config, "final_logit_softcapping", edits.softcap)
             for name, module in self.model.named_modules():
                 kind = "all" if name == "" else self.kinds[name]
                 if kind in edits.computed_in and (kind == "all" or not any(module.children())):
@@ -193,15 +275,16 @@ class Reference:
                 if kind == "rope" and (dtype := edits.computed_in.get("angles")) is not None:
                     stack.enter_context(_computed_in(module, dtype))
                 if edits.epsilon is not None and "norm" in type(module).__name__.lower():
-                    _set(
-                        stack,
-                        module,
-                        "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps",
-                        edits.epsilon,
-                    )
+                    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+                    _set(stack, module, name, edits.epsilon)
                 if hasattr(module, "inv_freq") and (edits.rope_base != 1 or edits.rope_factor != 1):
                     _set(stack, module, "inv_freq", module.inv_freq**edits.rope_base / edits.rope_factor)
             yield
+
+    def caps_logits(self) -> Any:
+        """The config that has the cap of logits; None if the model caps none."""
+        config = self.model.config.get_text_config()
+        return config if getattr(config, "final_logit_softcapping", None) else None
 
     @torch.inference_mode()
     def patched(
@@ -237,6 +320,24 @@ class Reference:
 def kind_of(name: str) -> str:
     """Kind of a point, see `KINDS`."""
     return next((kind for kind, ends in KINDS if name.endswith(ends)), "linear")
+
+
+def rounded(name: str, tensor: Tensor, dtype: torch.dtype | str) -> Tensor:
+    """Values in float32 that `dtype` has. fp8 has matrices alone."""
+    if isinstance(dtype, torch.dtype):
+        return tensor.to(dtype).float() if tensor.ndim > 1 or dtype is not FP8 else tensor
+    if tensor.ndim != 2 or not is_layers_weight(name):
+        return tensor
+    values, scale = quantise_rows(tensor)
+    return values.float() * scale
+
+
+def _plain_image(image: Media, colour: str) -> Media:
+    from PIL import Image
+
+    from roll_core.data.media import image_media
+
+    return image_media(Image.new("RGB", (image.width, image.height), colour))
 
 
 def _rope_base(config: Any) -> float:
@@ -298,19 +399,22 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention in plain operations, with the edits of the current pass; `[N, H, L, D]` to `[N, L, H, D]`."""
-    edits = _ATTENTION.get() or Edits()
+    windowed, everywhere = _ATTENTION.get() or (Edits(), Edits())
+    edits = windowed if more.get("sliding_window") else everywhere
     if edits.kv is not None:
         key, value = key.to(edits.kv).to(key.dtype), value.to(edits.kv).to(value.dtype)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling * edits.scale)
-    if (softcap := more.get("softcap")) is not None:
+    if (softcap := edits.attention_softcap or more.get("softcap")) is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if attention_mask is not None:
-        scores = scores + attention_mask[..., : key.shape[2]]
-    if edits.window is not None:
+    if edits.window is not None and scores.shape[2] == scores.shape[3]:
+        # Instead of the mask, which may have a smaller window; padding is at the end, where no token attends to it.
         distance = torch.arange(scores.shape[2])[:, None] - torch.arange(scores.shape[3])
-        scores = scores.masked_fill((distance >= edits.window).to(scores.device), torch.finfo(scores.dtype).min)
+        outside = (distance >= edits.window) | (distance < 0)
+        scores = scores.masked_fill(outside.to(scores.device), torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask[..., : key.shape[2]]
     sinks = more.get("s_aux")
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)], -1)

@@ -1,0 +1,84 @@
+"""Causes planted around and into a real vLLM engine: `roll-core doctor mismatch` names each first."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+from vllm_live import CACHE, start
+
+from roll_testing.infer.models import SMALL
+from roll_testing.models import write_checkpoint
+from shared_tests.mismatched_engine import Mismatched, Stale, corrupted, first, prompt_of, temperature_of
+
+pytestmark = pytest.mark.engine("vllm")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """One engine for all plants; its process runs functions of this module."""
+    spec = write_checkpoint(
+        tmp_path_factory.mktemp("mismatch") / "model",
+        {**SMALL, "bos_token_id": 2},
+        task="causal_lm",
+        vocab_size=64,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        live = start(spec)
+        yield Mismatched(live, "vllm", CACHE)
+        live.close()
+
+
+def inside(change):
+    """Runs `change(worker)` in vLLM's process after each update."""
+
+    def plant(engine):
+        async def updated():
+            await engine.live.strategy._ready.collective_rpc(change)
+
+        return {"updated": updated}
+
+    return plant
+
+
+def raw_logprobs(worker):
+    from vllm.v1.sample.sampler import Sampler
+
+    worker.model_runner.sampler.compute_logprobs = Sampler.compute_logprobs
+
+
+def restored(worker):
+    """As the engine was started."""
+    vars(worker.model_runner.sampler).pop("compute_logprobs", None)
+
+
+def keywords(**named: Any):
+    return lambda engine: named
+
+
+PLANTS = {
+    "nothing": ("", keywords()),
+    "corrupted tensor": ("weights.differ", keywords(weight=corrupted)),
+    "stale weights": ("weights.stale", lambda engine: {"weight": Stale()}),
+    "stale head": ("weights.stale", lambda engine: {"weight": Stale("lm_head")}),
+    "other temperature": ("sampling.temperature", keywords(request=temperature_of(0.8))),
+    "raw logprobs": ("sampling.temperature", lambda engine: inside(raw_logprobs)(engine) | {"temperature": 0.7}),
+    "start of sequence": ("inputs.special_tokens", keywords(request=prompt_of(lambda ids: [2, *ids]))),
+    "truncated prompt": ("inputs.truncation", keywords(request=prompt_of(lambda ids: ids[-20:]))),
+}
+
+
+@pytest.mark.parametrize("case", PLANTS)
+def test_planted_cause_in_vllm_is_the_first(engine, case):
+    expected, plant = PLANTS[case]
+    try:
+        diagnosis = engine.diagnose(**plant(engine))
+    finally:
+        engine.live.run(engine.live.strategy._ready.collective_rpc(restored))
+    assert first(diagnosis) == expected, diagnosis
+    if expected:
+        assert diagnosis.not_examined or expected.startswith("weights")
