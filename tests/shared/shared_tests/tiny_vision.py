@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")
-"""Model types that `tiny_vision` writes."""
-VIDEO_TYPES = ("qwen2_5_vl", "qwen3_vl")
-"""Those of them that read videos."""
+"""Model types whose every number tests compare."""
+VIDEO_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Those that read videos."""
+FAMILIES = ("qwen2_vl", "llava_next", "llava_onevision", "idefics3", "glm4v", "mistral3")
+"""Further model types that `tiny_vision` writes."""
 
 END, PADDING, TURN, TURN_END, IMAGE_START, IMAGE_END, IMAGE_TOKEN, VIDEO_TOKEN = (
     "</s>",
@@ -40,6 +43,8 @@ IDS = {token: 256 + index for index, token in enumerate(SPECIAL)}
 """Ids of the special tokens. Ids below 256 are bytes."""
 NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 """Further tokens of gemma3: its processor writes newlines around an image, which join those of the text."""
+IDEFICS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+"""Further tokens of idefics3, which its processor names."""
 VOCABULARY = 256 + len(SPECIAL) + len(NEWLINES)
 
 _TEMPLATE = (
@@ -51,11 +56,18 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _PLACEHOLDERS = {
+    "qwen2_vl": IMAGE_START + IMAGE_TOKEN + IMAGE_END,
     "qwen2_5_vl": IMAGE_START + IMAGE_TOKEN + IMAGE_END,
     "qwen3_vl": IMAGE_START + IMAGE_TOKEN + IMAGE_END,
     "gemma3": IMAGE_START,
     "llava": IMAGE_TOKEN,
     "internvl": IMAGE_TOKEN,
+    "llava_next": IMAGE_TOKEN,
+    "llava_onevision": IMAGE_TOKEN,
+    "idefics3": "<image>",
+    "paligemma": IMAGE_TOKEN,
+    "glm4v": IMAGE_START + IMAGE_TOKEN + IMAGE_END,
+    "mistral3": IMAGE_TOKEN,
 }
 _TEXT = {
     "vocab_size": VOCABULARY,
@@ -87,11 +99,19 @@ _VISION = {
 }
 
 
+_CROPS = [[56, 56], [56, 112], [112, 56]]
+
+
 def _rope(*sections: int) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": _TEXT | {"rope_parameters": _rope(2, 3, 3)},
+        "vision_config": {"embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "depth": 2},
+        **_QWEN_IDS,
+    },
     "qwen2_5_vl": {
         "text_config": _TEXT | {"rope_parameters": _rope(2, 3, 3)},
         "vision_config": _QWEN_VISION | {"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
@@ -129,11 +149,58 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_seq_length": 4,
         "tie_word_embeddings": False,
     },
+    "llava_next": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION | {"model_type": "clip_vision_model", "projection_dim": 32},
+        "image_token_index": IDS[IMAGE_TOKEN],
+        "image_grid_pinpoints": _CROPS,
+        "image_seq_length": 16,
+    },
+    "llava_onevision": {
+        "text_config": _TEXT | {"model_type": "qwen2"},
+        "vision_config": _VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": IDS[IMAGE_TOKEN],
+        "video_token_index": IDS[VIDEO_TOKEN],
+        "image_grid_pinpoints": _CROPS,
+    },
+    "idefics3": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _VISION,
+        "image_token_id": 256 + len(SPECIAL),
+        "scale_factor": 2,
+    },
+    "paligemma": {
+        "text_config": _TEXT | {"model_type": "gemma"},
+        "vision_config": _VISION
+        | {"model_type": "siglip_vision_model", "projection_dim": 64, "vision_use_head": False},
+        "image_token_index": IDS[IMAGE_TOKEN],
+        "projection_dim": 64,
+    },
+    "glm4v": {
+        "text_config": _TEXT | {"rope_parameters": _rope(2, 3, 3) | {"partial_rotary_factor": 1.0}},
+        "vision_config": _QWEN_VISION | {"depth": 2, "patch_size": 14, "image_size": 56},
+        "image_token_id": IDS[IMAGE_TOKEN],
+        "video_token_id": IDS[VIDEO_TOKEN],
+        "image_start_token_id": IDS[IMAGE_START],
+        "image_end_token_id": IDS[IMAGE_END],
+    },
+    "mistral3": {
+        "text_config": _TEXT | {"model_type": "mistral"},
+        "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 16},
+        "image_token_index": IDS[IMAGE_TOKEN],
+        "spatial_merge_size": 2,
+    },
 }
 """Keys of each model's config."""
 
 _SQUARE = {"height": 56, "width": 56}
 _PREPROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "processor_class": "Qwen2VLProcessor",
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 28 * 28, "longest_edge": 112 * 112},
+        "patch_size": 14,
+    },
     "qwen2_5_vl": {
         "processor_class": "Qwen2_5_VLProcessor",
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -161,15 +228,59 @@ _PREPROCESSORS: dict[str, dict[str, Any]] = {
         "size": _SQUARE,
         "crop_to_patches": False,
     },
+    "llava_next": {
+        "processor_class": "LlavaNextProcessor",
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": 56},
+        "crop_size": _SQUARE,
+        "image_grid_pinpoints": _CROPS,
+    },
+    "llava_onevision": {
+        "processor_class": "LlavaOnevisionProcessor",
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "size": _SQUARE,
+        "image_grid_pinpoints": _CROPS,
+    },
+    "idefics3": {
+        "processor_class": "Idefics3Processor",
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": 112},
+        "max_image_size": {"longest_edge": 56},
+    },
+    "paligemma": {
+        "processor_class": "PaliGemmaProcessor",
+        "image_processor_type": "SiglipImageProcessor",
+        "size": _SQUARE,
+        "image_seq_length": 16,
+    },
+    "glm4v": {
+        "processor_class": "Glm4vProcessor",
+        "image_processor_type": "Glm4vImageProcessor",
+        "size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 112 * 112},
+    },
+    "mistral3": {
+        "processor_class": "PixtralProcessor",
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": 112},
+        "patch_size": 14,
+    },
 }
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma3": {"image_seq_length": 4},
     "llava": {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     "internvl": {"image_seq_length": 4},
+    "llava_next": {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    "idefics3": {"image_seq_len": 4},
+    "mistral3": {"patch_size": 14, "spatial_merge_size": 2, "image_token": IMAGE_TOKEN},
 }
 _TOKENIZER: dict[str, dict[str, str]] = {
     "gemma3": {"boi_token": IMAGE_START, "eoi_token": IMAGE_END, "image_token": IMAGE_TOKEN},
     "llava": {"image_token": IMAGE_TOKEN},
+    "llava_next": {"image_token": IMAGE_TOKEN},
+    "llava_onevision": {"image_token": IMAGE_TOKEN, "video_token": VIDEO_TOKEN},
+    "paligemma": {"image_token": IMAGE_TOKEN},
+    "glm4v": {"image_token": IMAGE_TOKEN, "video_token": VIDEO_TOKEN},
     "internvl": {
         "start_image_token": IMAGE_START,
         "end_image_token": IMAGE_END,
@@ -180,7 +291,7 @@ _TOKENIZER: dict[str, dict[str, str]] = {
 
 
 def tiny_vision(folder: Path, model_type: str, *, seed: int = 7, num_heads: int = 4) -> Path:
-    """Write a model of `MODEL_TYPES` with its tokenizer and processor to `folder`, which is returned.
+    """Write a model of `MODEL_TYPES` or `FAMILIES` with its tokenizer and processor to `folder`, which is returned.
 
     The language model is 64 wide and has `num_heads` heads: engines support the size of 2 heads on a CPU.
 
@@ -231,6 +342,8 @@ def write_processor(folder: Path, model_type: str) -> None:
     characters.add_special_tokens(list(SPECIAL))
     if model_type == "gemma3":
         characters.add_tokens([AddedToken(newlines, normalized=False) for newlines in NEWLINES])
+    if model_type == "idefics3":
+        characters.add_special_tokens(list(IDEFICS))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=characters,
         eos_token=TURN_END,
@@ -328,7 +441,7 @@ def qwen_positions(sequence: TrainSequence, folder: Path) -> Tensor:
         if media.frames is not None and config["model_type"] == "qwen3_vl":  # the text has the times
             grids += [(1, h, w, 0.0)] * t
         else:
-            seconds = float(arrays["second_per_grid_ts"][0]) if media.frames is not None else 0.0
+            seconds = float(arrays["second_per_grid_ts"][0]) if "second_per_grid_ts" in arrays else 0.25
             grids.append((t, h, w, seconds * config["vision_config"].get("tokens_per_second", 4)))
     positions: list[tuple[int, int, int]] = []
     tokens, start, index = sequence.tokens.tolist(), 0, 0
@@ -376,7 +489,9 @@ def transformers_logits(folder: Path, sequence: TrainSequence, model: Any = None
         inputs |= {name: torch.from_numpy(array) for name, array in arrays.items()}
     if sequence.media and model.config.model_type in VIDEO_TYPES:
         inputs["position_ids"] = qwen_positions(sequence, folder)[:, None]
-    if sequence.media and model.config.model_type == "gemma3":
-        inputs["token_type_ids"] = (tokens == IDS[IMAGE_TOKEN]).long()
+    arguments = inspect.signature(model.forward).parameters
+    if sequence.media and "position_ids" not in inputs:
+        types = (tokens == processor.image_token_id).long()
+        inputs |= {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in arguments}
     logits: Tensor = model(input_ids=tokens, use_cache=False, **inputs).logits[0]
     return logits

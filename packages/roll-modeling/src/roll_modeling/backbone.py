@@ -329,6 +329,13 @@ class Backbone:
             self._set_attention(usual)
             alone_TH = self._alone(tokens_T, lengths, images, probe.media_S)
             tolerance = self._tolerance(alone_TH)
+            # PaliGemma's text before the response attends in both directions, and it does not know where that begins.
+            end, last = lengths[0], lengths[0] + lengths[1] - 1
+            changed_L = tokens_T[end : last + 1].clone()
+            changed_L[-1] = tokens_T[1]
+            changed_LH = self._alone(changed_L, lengths[1:2], images, probe.media_S[1:2])
+            if float((changed_LH[:-1] - alone_TH[end:last]).abs().max()) > tolerance:
+                raise UnsupportedError("beside an image, tokens of text attend to later ones")
 
             def difference(hidden_TH: Tensor) -> float:
                 return float((hidden_TH - alone_TH).abs().max())

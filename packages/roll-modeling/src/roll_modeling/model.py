@@ -228,6 +228,8 @@ def _image_parameters(model: PreTrainedModel) -> dict[str, dict[str, nn.Paramete
         name: {id(parameter) for module in modules for parameter in module.parameters()}
         for name, modules in image_parts(model).items()
     }
+    if parts:  # the ends of an image's rows are a parameter of the model itself (LLaVA-NeXT, LLaVA-OneVision)
+        parts["projector"] |= {id(parameter) for parameter in body_of(model).parameters(recurse=False)}
     parts = {name: ids - parts["projector"] if name == "vision" else ids for name, ids in parts.items()}
     named = list(model.named_parameters())
     return {part: {name: parameter for name, parameter in named if id(parameter) in ids} for part, ids in parts.items()}

@@ -12,6 +12,7 @@ Trainer, engine and driver load it from the run's tokenizer directory.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import logging
 import re
@@ -37,7 +38,14 @@ FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocesso
 """Files of a processor beside those of its tokenizer."""
 WITH_TORCHVISION = ("PixtralProcessor",)
 """Processors whose code imports torchvision, although Pillow processes the images (Pixtral, Mistral 3)."""
-TEXT_OUTPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
+TEXT_OUTPUTS = (
+    "input_ids",
+    "attention_mask",
+    "mm_token_type_ids",
+    "token_type_ids",
+    "text_replacement_offsets",
+    "labels",
+)
 SECONDS = "second_per_grid_ts"
 """Name of an array of videos: seconds between frames that the model reads together."""
 CACHE_BYTES = 256 << 20
@@ -149,6 +157,11 @@ class Processor:
     def token_id(self, media: Media) -> int:
         """Id of the tokens whose embeddings the features of an image or video replace."""
         return self.image_token_id if media.frames is None else self.video_token_id
+
+    @property
+    def feature_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens whose embeddings features replace: of images, and of videos if the model has them."""
+        return tuple(id for id in (self.image_token_id, self.video_token_id) if id >= 0)
 
     def num_features(self, media: Media) -> int:
         """Number of features of an image or video: of the tokens with id `token_id`."""
@@ -280,8 +293,9 @@ def _load_processor(path: str, tokenizer: PreTrainedTokenizerBase) -> Processor 
     try:
         image_processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         settings = _settings(path)
-        if (video := VIDEO_PROCESSORS.get(name)) is not None:
-            settings["video_processor"] = video(image_processor, _video_settings(path))
+        if "video_processor" in inspect.signature(base).parameters:
+            video = VIDEO_PROCESSORS.get(name)
+            settings["video_processor"] = video and video(image_processor, _video_settings(path))
         processor = _without_video(base)(image_processor=image_processor, tokenizer=tokenizer, **settings)
         return Processor(processor, tokenizer)
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
