@@ -17,7 +17,7 @@ from roll_testing.errors import raises_error
 from shared_tests.image_engine import ImageEngineTests, SeeingEngine, ask, step
 from shared_tests.loaded_engine import CLOSE, digests
 
-OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_vl", "internvl")]
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_vl", "internvl", "qwen2_vl")]
 
 
 def started(folder, kind, config=None, **changes):

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from roll_core.data.media import image_media
 from roll_core.data.processor import processor_of
 from roll_core.errors import DataError, MissingTensorError
 from roll_core.spec.model import ModelSpec
@@ -22,7 +24,14 @@ from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_testing.errors import raises_error
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from shared_tests.loaded_engine import CLOSE, digests
-from shared_tests.tiny_vision import picture, tiny_vision, transformers_logprobs, vision_sequence
+from shared_tests.tiny_vision import (
+    VIDEO_TYPES,
+    picture,
+    tiny_video,
+    tiny_vision,
+    transformers_logprobs,
+    vision_sequence,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -96,6 +105,28 @@ class ImageEngineTests:
             ask("text", prompt("Only a text.")),
             ask("cold", prompt("What is # this?", 3), temperature=0.6, top_k=20),
         )
+
+    def test_logprobs_after_videos_are_those_of_transformers(self, engine: SeeingEngine) -> None:
+        if engine.model.config.model_type not in VIDEO_TYPES:
+            pytest.skip("reads no videos")
+        long = tiny_video(engine.folder, *(picture(70, 98, seed) for seed in range(6)))
+        short = tiny_video(engine.folder, *(picture(56, 56, seed) for seed in range(2)), fps=0.7)
+        image = image_media(picture(84, 56, 3))
+        rows = [
+            vision_sequence(engine.folder, text.replace("#", IMAGE), "", *media, id=name)
+            for name, text, media in (
+                ("one", "see#so", (long,)),
+                ("same", "see#so", (long,)),
+                ("mixed", "#a#b#c", (short, image, long)),
+            )
+        ]
+        requests = [ask(row.id, (row.tokens, row.media), n=2) for row in rows]
+        engine.check(*requests, ask("image", engine.prompt("What is # this?", 0)))
+        (video,) = requests[0].media
+        other = tiny_video(engine.folder, *(picture(70, 98, seed + 9) for seed in range(6)))
+        engine.check(replace(requests[0], id="other", media=(other,)))
+        with raises_error(DataError, "surplus", "video"):
+            engine.generate(replace(requests[0], id="surplus", media=(video, video)))
 
     def test_interrupted_responses_continue(self, engine: SeeingEngine) -> None:
         prompt = engine.prompt("What is # this?", 1)

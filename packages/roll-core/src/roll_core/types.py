@@ -53,6 +53,11 @@ class SampledFrames:
     fps: float
     """Frames per second of the video."""
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SampledFrames:
+        """The frames of `dataclasses.asdict`, which JSON has stored."""
+        return cls(**{**values, "indices": tuple(values["indices"])})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:

@@ -1,15 +1,16 @@
-"""Prompts with images: SGLang gets the run's token ids, and the pixels of the run's processor.
+"""Prompts with images and videos: SGLang gets the run's token ids, and the pixels of the run's processor.
 
 SGLang's own way is to expand one placeholder per image, with the processor of torchvision. Tokens and pixels could then
 differ from those that the trainer computes logprobs for. Its processor is replaced by `RunProcessor`, in the server
 process, where the expanded ids stay as they are:
 
-    GenerateRequest ── ids, bytes of images ──► RunProcessor ── ids, pixels, ranges, positions ──► SGLang's model
+    GenerateRequest ── ids, bytes of media ──► RunProcessor ── ids, pixels, ranges, positions ──► SGLang's model
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, Mul
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
 from roll_core.data.media import received_image
-from roll_core.data.processor import processor_of
+from roll_core.data.processor import SECONDS, processor_of
+from roll_core.data.video import stored_video
 from roll_infer_sglang.sampling import image_ranges
 
 if TYPE_CHECKING:
@@ -32,13 +34,14 @@ if TYPE_CHECKING:
     from roll_core.data.processor import Processor
     from roll_core.types import Media
 
-PIXELS = "pixel_values"
-GRIDS = "image_grid_thw"
-"""Array of a processor with the patches of an image by time, height and width: its model has positions on 3 axes."""
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+"""Arrays of a processor with the patches by time, height and width: its model has positions on 3 axes."""
+MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO}
 
 
 class RunProcessor(BaseMultimodalProcessor):  # type: ignore[misc]  # SGLang is untyped to mypy
-    """SGLang's processor of requests with images."""
+    """SGLang's processor of requests with images or videos."""
 
     generates_input_ids_from_raw_prompt = True
     auto_mm_processor_worker_num = 1
@@ -60,45 +63,74 @@ class RunProcessor(BaseMultimodalProcessor):  # type: ignore[misc]  # SGLang is 
         Raises `ValueError` (`DataError`), which SGLang returns as a client error.
         """
         request: Any = arguments[0] if arguments else options["request_obj"]
-        if request.video_data or request.audio_data:
-            raise ValueError("video and audio are not supported")
+        if request.audio_data:
+            raise ValueError("audio is not supported")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._process, image_data, input_text)
+        return await loop.run_in_executor(
+            self._thread, self._process, image_data or (), request.video_data or (), input_text
+        )
 
-    def _process(self, image_data: Sequence[Any], prompt: str | list[int]) -> MultimodalProcessorOutput:
+    def _process(
+        self, image_data: Sequence[Any], video_data: Sequence[Any], prompt: str | list[int]
+    ) -> MultimodalProcessorOutput:
         processor = self._run_processor
-        media = [received_image(getattr(image, "url", image)) for image in image_data]
+        images = [received_image(getattr(image, "url", image)) for image in image_data]
         if isinstance(prompt, str):
-            prompt = self._tokenizer.encode(processor.expand(prompt, media, "prompt"), add_special_tokens=False)
+            if video_data:
+                raise ValueError("videos of texts are not supported")
+            prompt = self._tokenizer.encode(processor.expand(prompt, images, "prompt"), add_special_tokens=False)
         ids = np.asarray(prompt)
-        ranges = image_ranges(ids == processor.image_token_id, [processor.num_features(image) for image in media])
-        items = [self._item(image, runs) for image, runs in zip(media, ranges, strict=True)]
-        positions, delta = self._positions(ids, items)
+        places: list[tuple[list[tuple[int, int]], Media]] = []
+        for media in (images, [*map(stored_video, video_data)]):
+            if media:
+                is_media, nums = ids == processor.token_id(media[0]), [*map(processor.num_features, media)]
+                places += zip(image_ranges(is_media, nums), media, strict=True)
+        places.sort(key=lambda place: place[0])
+        items = [self._item(item, runs) for runs, item in places]
+        positions, delta = self._positions(ids, places)
         return MultimodalProcessorOutput(
             input_ids=ids.tolist(),
             mm_items=items,
             im_token_id=processor.image_token_id,
+            video_token_id=processor.video_token_id,
             mrope_positions=positions,
             mrope_position_delta=delta,
         )
 
-    def _item(self, image: Media, runs: list[tuple[int, int]]) -> MultimodalDataItem:
-        arrays = {name: torch.from_numpy(array) for name, array in self._run_processor.inputs([image]).items()}
+    def _item(self, media: Media, runs: list[tuple[int, int]]) -> MultimodalDataItem:
+        arrays = self._arrays(media)
+        if media.frames and GRIDS["video"] in arrays:
+            # A row for each frame: in SGLang's encoder of Qwen2.5-VL the frames of one row attend to each other.
+            ((num, *size),) = arrays[GRIDS["video"]].tolist()
+            arrays[GRIDS["video"]] = torch.tensor([[1, *size]] * num)
         item = MultimodalDataItem(
-            modality=Modality.IMAGE, offsets=runs, feature=arrays.pop(PIXELS), model_specific_data=arrays
+            modality=MODALITIES[media.kind],
+            offsets=runs,
+            feature=arrays.pop(PIXELS[media.kind]),
+            model_specific_data=arrays,
         )
-        item.set_hash(int(image.digest[:16], 16))  # SGLang caches features by 64 bits
+        item.set_hash(int(media.digest[:16], 16))  # SGLang caches features by 64 bits
         return item
 
-    def _positions(self, ids: npt.NDArray[Any], items: Sequence[Any]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def _arrays(self, media: Media) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(array) for name, array in self._run_processor.inputs([media]).items()}
+
+    def _positions(
+        self, ids: npt.NDArray[Any], places: Sequence[tuple[list[tuple[int, int]], Media]]
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Positions `[3, L]` of the tokens, and their distance `[1, 1]` to the indices of later tokens.
 
         None for a model with one axis of positions.
         """
-        if GRIDS not in items[0].model_specific_data:
+        arrays: dict[str, list[Tensor]] = defaultdict(list)
+        for _, media in places:
+            for name, array in self._arrays(media).items():
+                if name in (*GRIDS.values(), SECONDS):
+                    arrays[name].append(array)
+        if not arrays:
             return None, None
         config = self.hf_config
-        end = items[-1].offsets[-1][1] + 1  # SGLang looks at the token after each start of an image: the last has none
+        end = places[-1][0][-1][1] + 1  # SGLang looks at the token after each start of an image: the last has none
         positions, _ = MRotaryEmbedding.get_rope_index(
             spatial_merge_size=self.spatial_merge_size,
             image_token_id=self._run_processor.image_token_id,
@@ -107,7 +139,7 @@ class RunProcessor(BaseMultimodalProcessor):  # type: ignore[misc]  # SGLang is 
             model_type=config.model_type,
             tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
             input_ids=torch.from_numpy(ids[None, :end]),
-            image_grid_thw=torch.cat([item.image_grid_thw for item in items]),
+            **{name: torch.cat(parts) for name, parts in arrays.items()},
         )
         first = int(positions.max()) + 1
         rest = torch.arange(first, first + len(ids) - end).expand(3, -1)

@@ -17,6 +17,7 @@ ROLL_HOOK_API = 1
 CAPABILITIES = InferCapabilities(
     dtypes=("fp32", "bf16"),
     images=True,
+    videos=True,
     sleeps=True,
     lora=True,
     prompt_logprobs=True,

@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import DataError, RollError
+from roll_core.spec.rollout import MEDIA_KINDS
 from roll_core.types import Completion
 from roll_infer_sglang.output import SglangOutput
 from roll_infer_sglang.release import distinguishes_images
@@ -308,28 +309,28 @@ class Requests:
             ],
             "custom_logit_processor": [processor if "custom_params" in param else None for param in params],
             "stream": True,
-            **self._images(outputs),
+            **self._media(outputs),
             "return_routed_experts": outputs[0].request.routed_experts,
             "priority": outputs[0].request.priority if self._priorities else None,
             "lora_path": [self.adapter] * len(outputs) if self.adapter is not None else None,
         }
 
-    def _images(self, outputs: Sequence[SglangOutput]) -> dict[str, Any]:
-        """Images of the prompts, as data URLs; empty if no prompt has some."""
-        media = [output.request.media for output in outputs]
+    def _media(self, outputs: Sequence[SglangOutput]) -> dict[str, Any]:
+        """Images and videos of the prompts, as data URLs; empty if no prompt has some."""
+        prompts = [output.request.media for output in outputs]
         processor = self._files.processor
-        if processor is None or not any(media):
+        if processor is None or not any(prompts):
             return {}
-        urls = {
-            image.digest: f"data:;base64,{base64.b64encode(image.read()).decode()}"
-            for images in media
-            for image in images
+        every = {item.digest: item for media in prompts for item in media}
+        urls = {digest: f"data:;base64,{base64.b64encode(item.read()).decode()}" for digest, item in every.items()}
+        body: dict[str, Any] = {
+            f"{kind}_data": [[urls[item.digest] for item in media if item.kind == kind] for media in prompts]
+            for kind in MEDIA_KINDS
         }
-        body: dict[str, Any] = {"image_data": [[urls[image.digest] for image in images] for images in media]}
         if outputs[0].request.prompt_logprobs:
-            body["token_ids_logprob"] = [processor.image_token_id]
+            body["token_ids_logprob"] = [*processor.feature_token_ids]
         if not distinguishes_images():
-            body["extra_key"] = ["".join(image.digest for image in images) for images in media]
+            body["extra_key"] = ["".join(item.digest for item in media) for media in prompts]
         return body
 
     def _params(self, output: SglangOutput) -> dict[str, Any]:

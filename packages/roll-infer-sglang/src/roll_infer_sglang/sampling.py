@@ -107,12 +107,13 @@ def prompt_logprobs(
     """Logprobs `[P]` of the prompt's tokens.
 
     SGLang replaces tokens of images by hashes, so the logprobs of these tokens are in `of_images`: for each token the
-    entry of the id of images, empty for the first and if the prompt has no images.
+    entries of the ids of images and videos, empty for the first and if the prompt has no images.
     """
     logprobs = logprobs_of(entries)
     for position, known in enumerate(of_images):
-        if known and known[0][1] == prompt_ids[position]:
-            logprobs[position] = known[0][0]
+        for entry in known or ():
+            if entry[1] == prompt_ids[position]:
+                logprobs[position] = entry[0]
     return logprobs
 
 

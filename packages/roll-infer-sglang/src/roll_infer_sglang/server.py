@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import secrets
@@ -118,8 +119,10 @@ class SglangServer:
     async def stream(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
         """Send a POST request and yield the JSON messages of its streamed response. Raises `ServerError`."""
         session = self._alive
+        content = io.BytesIO(json.dumps(body).encode())  # with images it is large: aiohttp reads files in a thread
+        headers = {"Content-Type": "application/json"}
         try:
-            async with session.post(path, json=body) as response:
+            async with session.post(path, data=content, headers=headers) as response:
                 if response.status != 200:
                     raise _rejected(self._who, path, response.status, await response.text())
                 async for line in response.content:

@@ -47,6 +47,7 @@ _REASONS: dict[str, str] = {
         speculative_config spec_method spec_model spec_tokens per_request_spec_decode_metrics
     """,
     "is not supported: prompt logprobs would be wrong": "kv_sharing_fast_prefill",
+    "is not supported: the trainer reads every token of a video": "video_pruning_method video_pruning_rate",
     "is not supported: redundant copies of experts could not be compared with the sent experts": """
         enable_eplb eplb_config enable_elastic_ep elastic_ep_max_dp_size
     """,
@@ -93,8 +94,8 @@ _PASSED_ON = """
     safetensors_load_strategy safetensors_prefetch_block_size safetensors_prefetch_num_threads
     scheduler_reserve_full_isl show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling sleep_mode_backend
     sleep_mode_offload_cudagraph sparse_indexer_topk_backend stream_interval structured_outputs_config
-    swa_bounded_replay tokens_only ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load video_pruning_method
-    video_pruning_rate watchdog_config watermark watermark_config
+    swa_bounded_replay tokens_only ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load
+    watchdog_config watermark watermark_config
 """
 PASSED_ON: tuple[str, ...] = tuple(_PASSED_ON.split())
 """Arguments passed to the engine unchanged, in addition to the fields of `VllmConfig`."""

@@ -22,6 +22,7 @@ CAPABILITIES = InferCapabilities(
     prompt_logprobs=True,
     prompt_topk=True,
     images=True,
+    videos=True,
     routed_experts=True,
     in_flight_update=True,
     endpoint=True,

@@ -27,7 +27,7 @@ from roll_core.spec.weights import check_version
 from roll_core.types import Completion, WeightReceipt
 from roll_infer_vllm.config import VllmConfig
 from roll_infer_vllm.engine_metrics import VllmMetrics
-from roll_infer_vllm.images import image_input
+from roll_infer_vllm.images import media_input
 from roll_infer_vllm.launch import launch
 from roll_infer_vllm.output import VllmOutput
 from roll_infer_vllm.processes import VllmProcesses
@@ -323,11 +323,11 @@ class VllmStrategy(InferStrategy):
             return tokens_input(request.prompt_ids.tolist())
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._image_processing, image_input, renderer, request, processor)
+            return await loop.run_in_executor(self._image_processing, media_input, renderer, request, processor)
         except DataError:
             raise
         except (VLLMClientError, ValueError) as error:
-            raise DataError(f"request {request.id!r}: vLLM rejects its images: {error}") from error
+            raise DataError(f"request {request.id!r}: vLLM rejects its images or videos: {error}") from error
 
     async def _generate(self, output: VllmOutput, prompt: Any) -> None:
         """Generate one output until vLLM finishes it. Raises `DataError`, `EngineDiedError`, `RollError`."""

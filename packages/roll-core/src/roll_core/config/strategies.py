@@ -600,7 +600,7 @@ def _unread_as_configured(
     at_name, at_config = ((*path, "strategy_args", key) for key in ("strategy_name", "strategy_config"))
     try:
         config = schema.model_validate(strategy.get("strategy_config") or {})
-        if kind == "image" and isinstance(provider, InferProvider):
+        if isinstance(provider, InferProvider):
             config.check_images(keys)
     except ValidationError:  # the validation of the whole config reports it
         return

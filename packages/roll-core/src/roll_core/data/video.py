@@ -46,6 +46,8 @@ FRAME_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 """Files of a directory that are frames, in the order of their names."""
 ANIMATIONS = ("GIF", "WEBP", "PNG")
 """Formats of Pillow that may have several frames with times."""
+IMAGE_DESCRIPTION = 270
+"""TIFF's tag with `SampledFrames`."""
 FRAME_S = 0.1
 """Duration of the frames of animations that have none, as in browsers."""
 
@@ -205,3 +207,16 @@ def _stored(frames: list[Image.Image], sampled: SampledFrames) -> Media:
     return Media(
         digest=digest, width=first.width, height=first.height, frames=sampled, path=temporary_file(raw, digest, "tiff")
     )
+
+
+def stored_video(url: str) -> Media:
+    """The video of a data URL with the bytes of a `load_video`. Raises `DataError`."""
+    from PIL import Image
+
+    raw = decoded_base64(base64_of(str(url)) or "", "message")
+    try:
+        file: Any = Image.open(io.BytesIO(raw), formats=["TIFF"])
+        frames = SampledFrames.from_json(json.loads(file.tag_v2[IMAGE_DESCRIPTION]))
+    except Exception as error:  # as in `load_video`
+        raise DataError(f"message: a video has not been prepared by a run: {one_line(error)}") from error
+    return Media(digest=media_digest(raw), width=file.width, height=file.height, frames=frames, data=raw)

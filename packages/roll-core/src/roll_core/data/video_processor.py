@@ -29,6 +29,8 @@ class Qwen2VideoProcessor:
 
     model_input_names = ("pixel_values_videos", "video_grid_thw")
     least_pixels, most_pixels, max_video_tokens = 128 * 28 * 28, 768 * 28 * 28, 128_000
+    marks_frames = False
+    """True if frames have a time, a start and an end of their own in the text."""
 
     def __init__(self, image_processor: Any, settings: Mapping[str, Any]) -> None:
         """`settings` are the keys of the model's `video_preprocessor_config.json`. Default: those of images."""
@@ -135,6 +137,7 @@ class Qwen3VideoProcessor(Qwen2VideoProcessor):
     """Processor of Qwen3-VL. Its limits of pixels are those of all frames together."""
 
     least_pixels, most_pixels, max_video_tokens = 128 * 32 * 32, 768 * 32 * 32, 768
+    marks_frames = True
 
     def _num_sampled(self, num_target: float, most: int) -> int:
         return min(max(int(num_target), self._min_frames), most)

@@ -258,8 +258,8 @@ class StrategyConfig(Config):
         can compute. Called where `check_architecture` is; `keys` as for `check_model`."""
 
     def check_images(self, keys: Mapping[str, Any]) -> None:
-        """Infer strategies: raise `ValueError` if the engine does not read images with this model. Called if rows have
-        images and the provider reads them; `keys` as for `check_model`."""
+        """Infer strategies: raise `ValueError` if the engine does not read images or videos with this model. Called if
+        rows have some and the provider reads them; `keys` as for `check_model`."""
 
     def check_lengths(self, prompt: int, response: int) -> None:
         """Infer strategies: raise `ValueError`, with the arithmetic, if prompt and response together exceed the

@@ -44,7 +44,7 @@ class MediaFolder:
 
         def frames(item: Mapping[str, Any]) -> SampledFrames | None:
             values = item.get("frames")
-            return values and SampledFrames(**{**values, "indices": tuple(values["indices"])})
+            return SampledFrames.from_json(values) if values else None
 
         return tuple(
             Media(**{**item, "frames": frames(item)}, path=str(self._folder / item["digest"])) for item in saved
