@@ -45,6 +45,26 @@ def inside(change):
     return plant
 
 
+def modules(worker, name):
+    return [module for module in worker.model_runner.get_model().modules() if hasattr(module, name)]
+
+
+def rope(worker):
+    for module in modules(worker, "cos_sin_cache")[:1]:
+        if not hasattr(module, "planted"):
+            module.planted, module.cos_sin_cache_before, module.base = module.base, module.cos_sin_cache, 900.0
+            module.cos_sin_cache = module._compute_cos_sin_cache().to(module.cos_sin_cache)
+
+
+def attention(worker, name, value):
+    for module in modules(worker, "impl"):
+        setattr(module.impl, name, value)
+
+
+def scale(worker):
+    attention(worker, "scale", 1.4 * 32**-0.5)
+
+
 def raw_logprobs(worker):
     from vllm.v1.sample.sampler import Sampler
 
@@ -53,6 +73,10 @@ def raw_logprobs(worker):
 
 def restored(worker):
     """As the engine was started."""
+    attention(worker, "scale", 32**-0.5)
+    for module in modules(worker, "planted"):
+        module.base, module.cos_sin_cache = module.planted, module.cos_sin_cache_before
+        del module.planted
     vars(worker.model_runner.sampler).pop("compute_logprobs", None)
 
 
@@ -69,10 +93,18 @@ PLANTS = {
     "raw logprobs": ("sampling.temperature", lambda engine: inside(raw_logprobs)(engine) | {"temperature": 0.7}),
     "start of sequence": ("inputs.special_tokens", keywords(request=prompt_of(lambda ids: [2, *ids]))),
     "truncated prompt": ("inputs.truncation", keywords(request=prompt_of(lambda ids: ids[-20:]))),
+    "rope base": ("model.rope", inside(rope)),
+    "attention scale": ("model.attention_scale", inside(scale)),
 }
 
 
-@pytest.mark.parametrize("case", PLANTS)
+SLOW = {"rope base", "attention scale"}
+"""Plants for which many values are searched: vLLM returns no activations."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow(ci=True)] if case in SLOW else []) for case in PLANTS]
+)
 def test_planted_cause_in_vllm_is_the_first(engine, case):
     expected, plant = PLANTS[case]
     try:
