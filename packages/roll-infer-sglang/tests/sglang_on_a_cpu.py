@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
+
 import shared_tests
 
 ON_A_CPU = {
@@ -30,3 +32,11 @@ def stood_in(**variables):
     path = os.pathsep.join(filter(None, [*STAND_INS, os.environ.get("PYTHONPATH")]))
     with patch.dict(os.environ, {"PYTHONPATH": path, "TRITON_INTERPRET": "1", **variables}):
         yield
+
+
+def need_image_processors():
+    """Skip the test if transformers loads image processors only beside torchvision, as the one of SGLang 0.5.20."""
+    import transformers
+
+    if "torchvision" in getattr(transformers.AutoImageProcessor, "_backends", ()):
+        pytest.skip(f"transformers {transformers.__version__} loads image processors only beside torchvision")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_on_a_cpu import ON_A_CPU
+from sglang_on_a_cpu import ON_A_CPU, need_image_processors
 
 from roll_testing import InferStrategyConformance
 
@@ -13,6 +13,10 @@ class TestSglang(InferStrategyConformance):
     tight_config = {"max_total_tokens": 1024}  # noqa: RUF012
     adapter_config = {"enable_lora": True}  # noqa: RUF012
     timeout_s = 300.0
+
+    def image_model(self, folder):
+        need_image_processors()
+        return super().image_model(folder)
 
     def processes(self, strategy):
         return strategy._server.processes()

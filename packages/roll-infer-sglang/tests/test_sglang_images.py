@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sglang_on_a_cpu import ON_A_CPU, stood_in
+from sglang_on_a_cpu import ON_A_CPU, need_image_processors, stood_in
 
 from roll_infer_sglang import requests
 from roll_infer_sglang.config import SglangConfig
@@ -32,6 +32,7 @@ class TestImages(ImageEngineTests):
     @pytest.fixture(scope="class", params=["qwen2_5_vl", *OTHERS])
     @classmethod
     def engine(cls, request, tmp_path_factory):
+        need_image_processors()
         with stood_in():  # set before each test's own
             engine = SeeingEngine(tmp_path_factory.mktemp("model"), request.param, start)
             yield engine

@@ -16,6 +16,7 @@ from roll_core.errors import MissingTensorError, ModelError, UnexpectedTensorErr
 from roll_core.spec.fp8 import to_fp8
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.weights import make_manifest
+from roll_infer_vllm.versions import has_data_parallel
 from roll_modeling.model import load_model
 from roll_testing.errors import raises_error
 from roll_testing.infer.interrupting import until_interrupted, was_whole
@@ -428,6 +429,8 @@ def check_experts(engine):
     ids=["tensor", "expert", "data"],
 )
 def test_ranks_load_the_blocks_of_experts(keys):
+    if "data_parallel_size" in keys and not has_data_parallel():
+        pytest.skip("vLLM 0.31 returns the results of the first rank")
     engine = begin(EXPERTS, BlockLive, **keys)
     try:
         check_experts(engine)
