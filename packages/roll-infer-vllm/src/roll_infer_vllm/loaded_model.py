@@ -237,8 +237,23 @@ class VllmModel(LoadedModel):
         stacked: Any = getattr(module, "lora_a_stacked" if side.startswith("A") else "lora_b_stacked", None)
         if stacked is None:
             raise KeyError(name)
-        buffer: Tensor = stacked[index or 0][ADAPTER_SLOT, 0]
-        return buffer
+        buffers: list[Tensor] = [each[ADAPTER_SLOT, 0] for each in stacked]
+        if index is not None or len(buffers) == 1:
+            return buffers[index or 0]
+        if side.startswith("B"):
+            return torch.cat(buffers)
+        first = buffers[0]
+        return first if all(torch.equal(each, first) for each in buffers) else torch.full_like(first, torch.nan)
+
+    @override
+    def adapter_parts(self, layer: str) -> Mapping[str, int]:
+        path, index = self._find(f"{layer}.weight")
+        parent, _, last = path.rpartition(".")
+        stacked = getattr(self._module(path), "lora_b_stacked", ())
+        members = self._packed.get(last, ())
+        if index is not None or len(stacked) != len(members) or len(members) < 2:
+            return {}
+        return {f"{parent}.{member}": int(each.shape[2]) for member, each in zip(members, stacked, strict=True)}
 
     @override
     def expert_shards(self, loaded: ExpertsTensor, expert: int) -> Sequence[Tensor]:

@@ -176,13 +176,15 @@ class AdapterWeights(EngineWeights):
         self._folder = Path(tempfile.mkdtemp(prefix="roll-adapter-", dir=memory))
         self._zeros: dict[str, list[int]] = {}
         """Shapes, by name, of tensors that the engine requires and the manifest does not have."""
+        self._split: dict[str, dict[str, int]] = {}
+        """See `LoadedModel.adapter_parts`."""
 
     @override
     async def compare(self, manifest: WeightManifest) -> None:
         processes = self._processes
         results = await processes.act("compare_adapter", entries(manifest))
         refuse_adapter(processes.who, processes.engine, manifest, self._lora, results)
-        self._zeros = dict(results[0]["required"])
+        self._zeros, self._split = dict(results[0]["required"]), dict(results[0]["split"])
 
     @override
     async def load(self, incoming: Incoming) -> None:
@@ -202,6 +204,7 @@ class AdapterWeights(EngineWeights):
     def _write(self, incoming: Incoming) -> None:
         tensors = collected(incoming)
         some = next(iter(tensors.values()))
+        tensors = dict(split_adapter(tensors, self._split))
         tensors |= {name: some.new_zeros(shape) for name, shape in self._zeros.items()}
         write_adapter(self._folder, tensors, self._lora.max_rank)
 
@@ -211,6 +214,23 @@ def collected(incoming: Incoming) -> dict[str, Tensor]:
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in incoming}
     incoming.refuse_missing()
     return tensors
+
+
+def split_adapter(
+    tensors: Mapping[str, Tensor], layers: Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, with the parts of each of `layers` (outputs by name) in its place: all have its A."""
+    import torch
+
+    for name, tensor in tensors.items():
+        layer, separator, side = name.rpartition(".lora_")
+        parts = layers.get(layer)
+        if parts is None:
+            yield name, tensor
+            continue
+        factors = [tensor] * len(parts) if side.startswith("A") else torch.split(tensor, list(parts.values()))
+        for part, factor in zip(parts, factors, strict=True):
+            yield f"{part}{separator}{side}", factor.clone()
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
@@ -371,6 +391,13 @@ class LoadedModel(ABC):
         """Names and shapes of adapter tensors that the engine requires in addition to `names`."""
         yield from ()
 
+    def adapter_parts(self, layer: str) -> Mapping[str, int]:
+        """Outputs, by name, of the layers whose adapters the engine loads instead of one of `layer`; empty if it does.
+
+        They are the parts of a layer that Hugging Face's model fuses as the engine does.
+        """
+        return {}
+
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load tensors with the model's own loader."""
         raise NotImplementedError
@@ -396,7 +423,9 @@ class LoadedModel(ABC):
         if action == "compare_adapter":
             mismatches = compare_adapter(argument, lambda name: tuple(self.adapter_buffer(name).shape))
             names = () if mismatches["unknown"] else [name for name, _ in argument]
-            return mismatches | {"required": list(self.required(names))}
+            parts = {layer: self.adapter_parts(layer) for layer in {name.rpartition(".lora_")[0] for name in names}}
+            split = {layer: dict(outputs) for layer, outputs in parts.items() if outputs}
+            return mismatches | {"required": list(self.required(names)), "split": split}
         digests = Digests()
         for name, (rows, columns), like in argument:
             digests.add(name, self.adapter_buffer(name)[:rows, :columns], like)
