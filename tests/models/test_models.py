@@ -52,7 +52,7 @@ CONFIGS = {
     "deepspeed_train": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     "megatron_train": {},
     "hf_infer": {},
-    "vllm": {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 16},
+    "vllm": {"kv_cache_memory_bytes": 128 << 20, "max_num_seqs": 16},
     "sglang": {
         "attention_backend": "torch_native",
         "disable_cuda_graph": True,
