@@ -74,3 +74,23 @@ def test_vllm_still_rounds_parameters_of_xielu():
         plain = object.__new__(XIELU)
         XIELU.__init__.__wrapped__(plain)
     assert plain.alpha_p.dtype == torch.bfloat16
+
+
+def test_vllm_still_loses_constants_of_xielu_in_an_update():
+    """When this fails, `workarounds.restore_activation_constants` is no longer needed."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import XIELU
+    from vllm.model_executor.model_loader.reload import meta, types
+
+    from roll_infer_vllm.workarounds import restore_activation_constants
+
+    with set_current_vllm_config(VllmConfig()):
+        activation = XIELU()
+    kept = float(activation.beta), float(activation.eps)
+    info = types.LayerReloadingInfo(restore_metadata=meta.capture_layer_to_meta(activation), restore_device="cpu")
+    meta.restore_layer_on_meta(activation, info)
+    assert activation.beta.is_meta
+    assert activation.eps.is_meta
+    meta.materialize_layer(activation, SimpleNamespace(restore_device=torch.device("cpu")))
+    restore_activation_constants(torch.nn.ModuleList([activation]))
+    assert (float(activation.beta), float(activation.eps)) == kept

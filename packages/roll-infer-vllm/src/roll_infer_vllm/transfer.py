@@ -15,7 +15,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll_infer_vllm import experts
 from roll_infer_vllm.loaded_model import VllmModel, remember_decay, remember_unreadable
-from roll_infer_vllm.workarounds import load_sinks, name_partial_loaders, pack_experts_again, pack_tied_heads
+from roll_infer_vllm.workarounds import (
+    load_sinks,
+    name_partial_loaders,
+    pack_experts_again,
+    pack_tied_heads,
+    restore_activation_constants,
+)
 from roll_modeling.engine_experts import ExpertName
 from roll_modeling.engine_weights import ExpertsTensor
 from roll_weight_transports.buckets import BucketInfo, read_bucket
@@ -84,6 +90,7 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
     def finish_weight_update(self) -> None:
         """Finish an update: process layers that stayed incomplete (padded ones) and restore the model's structure."""
         finalize_layerwise_reload(self.model, self.model_config)
+        restore_activation_constants(self.model)
         if self.device.type == "cpu":
             pack_tied_heads(self.model)
 

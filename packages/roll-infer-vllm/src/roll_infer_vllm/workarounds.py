@@ -166,6 +166,18 @@ def store_activations_in_dtype_of_model() -> None:
     XIELU.__init__ = construct_in_dtype
 
 
+def restore_activation_constants(model: Any) -> None:
+    """Set the constants of Apertus' activations (xIELU) again after an update.
+
+    vLLM's layerwise reload replaces them by uninitialized memory, because they are buffers that no weight loads beside
+    parameters that weights load.
+    """
+    for module in model.modules():
+        if isinstance(module, XIELU):
+            module.beta.fill_(module._beta_scalar)
+            module.eps.fill_(module._eps_scalar)
+
+
 def name_partial_loaders(model: Any) -> None:
     """Name weight loaders that are partial functions. vLLM's layerwise reload reads their `__name__`, which they lack.
 
