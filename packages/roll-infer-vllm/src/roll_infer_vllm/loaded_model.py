@@ -237,13 +237,13 @@ class VllmModel(LoadedModel):
         stacked: Any = getattr(module, "lora_a_stacked" if side.startswith("A") else "lora_b_stacked", None)
         if stacked is None:
             raise KeyError(name)
-        buffers: list[Tensor] = [each[ADAPTER_SLOT, 0] for each in stacked]
+        buffers: list[Tensor] = [slots[ADAPTER_SLOT, 0] for slots in stacked]
         if index is not None or len(buffers) == 1:
             return buffers[index or 0]
         if side.startswith("B"):
             return torch.cat(buffers)
         first = buffers[0]
-        return first if all(torch.equal(each, first) for each in buffers) else torch.full_like(first, torch.nan)
+        return first if all(torch.equal(buffer, first) for buffer in buffers) else torch.full_like(first, torch.nan)
 
     @override
     def adapter_parts(self, layer: str) -> Mapping[str, int]:
@@ -253,7 +253,7 @@ class VllmModel(LoadedModel):
         members = self._packed.get(last, ())
         if index is not None or len(stacked) != len(members) or len(members) < 2:
             return {}
-        return {f"{parent}.{member}": int(each.shape[2]) for member, each in zip(members, stacked, strict=True)}
+        return {f"{parent}.{member}": int(slots.shape[2]) for member, slots in zip(members, stacked, strict=True)}
 
     @override
     def expert_shards(self, loaded: ExpertsTensor, expert: int) -> Sequence[Tensor]:
