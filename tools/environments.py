@@ -47,7 +47,8 @@ def environment(
     shutil.rmtree(folder, ignore_errors=True)
     run = str(REPOSITORY / "run")
     quiet: dict[str, Any] = {"check": True, "cwd": REPOSITORY, "stdout": sys.stderr}
-    subprocess.run([run, "venv", "--python", python or sys.executable, str(folder)], **quiet)
+    version = (find_python(python) or python) if python else sys.executable
+    subprocess.run([run, "venv", "--python", version, str(folder)], **quiet)
     install = [run, "pip", "install", "--python", str(interpreter)]
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # otherwise Python keeps what it compiles
         install.append("--compile-bytecode")
@@ -60,3 +61,15 @@ def environment(
         subprocess.run([run, "pip", "uninstall", "--python", str(interpreter), *remove], **quiet)
     stamp.write_text(wanted, encoding="utf-8")
     return interpreter
+
+
+def find_python(version: str) -> str | None:
+    """The interpreter of a Python on this host: on PATH, of pyenv or of uv. None if there is none."""
+    # uv stops at a shim of pyenv whose version is not chosen.
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv").glob(f"versions/{version}.*/bin")
+    path = os.pathsep.join([*map(str, sorted(pyenv)), os.environ.get("PATH", "")])
+    command = [str(REPOSITORY / "run"), "python", "find", "--no-python-downloads", "--no-project", version]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -16,7 +16,11 @@ A peer is another framework whose numbers ours are compared with: `[tool.roll.pe
 `pyproject.toml` has the `packages` of ours that its tests need, its `requirements`, those that are installed `alone`
 (without their own), and the files with `tests`. It runs only if it is named.
 
-The tests run with `ROLL_CONFORMANCE=full`: what is not installed is a failure, and nothing is left out to save time.
+`[tool.roll.pythons]` names the `versions` of Python besides that of the workspace. `python-VERSION` is a peer with all
+packages but without engines. If nothing is named, each that this host has runs the tests of `brief`; if it is named,
+those of `tests`.
+
+The others run with `ROLL_CONFORMANCE=full`: what is not installed is a failure, and nothing is left out to save time.
 Where all engines are tested, one that the workspace's environment has runs what `./run test` leaves out.
 """
 
@@ -30,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from environments import REPOSITORY, environment
+from environments import REPOSITORY, environment, find_python
 from packaging.requirements import Requirement
 
 TOOLS = ("pytest", "hypothesis")
@@ -57,7 +61,7 @@ def main(arguments: list[str]) -> int:
             return 2
     # First those that need no environment of their own: the first other one is made in the meantime.
     unnamed = [name for name in engines if not name.endswith((OLDEST, NEWEST))]
-    chosen = names or sorted(unnamed, key=lambda name: not in_workspace(engines[name]))
+    chosen = names or [*sorted(unnamed, key=lambda name: not in_workspace(engines[name])), *found_pythons(peers)]
     failed = []
     ahead = ThreadPoolExecutor(max_workers=1)
     try:
@@ -68,10 +72,14 @@ def main(arguments: list[str]) -> int:
             for name in chosen
         ]
         for name, python in zip(chosen, pythons, strict=True):
-            folders = [engines[name] / "tests"] if name in engines else peers[name]["tests"]
-            tests = [str(each) for folder in folders for each in longest_first(REPOSITORY / folder)]
-            again = not names and in_workspace(engines[name])
-            if not test(name, python.result(), [*tests, *options], {"ROLL_LEFT_OUT": "1"} if again else {}):
+            if name in engines:
+                tests = [str(module) for module in longest_first(engines[name] / "tests")]
+            else:
+                tests = peers[name]["tests" if names else "brief"]
+            variables = {} if "python" in peers.get(name, {}) else {"ROLL_CONFORMANCE": "full"}
+            if not names and name in engines and in_workspace(engines[name]):
+                variables["ROLL_LEFT_OUT"] = "1"
+            if not test(name, python.result(), [*tests, *options], variables):
                 failed.append(name)
     finally:
         ahead.shutdown(cancel_futures=True)
@@ -82,8 +90,6 @@ def main(arguments: list[str]) -> int:
 
 def longest_first(tests: Path) -> list[Path]:
     """The modules of a folder with tests, those of whole runs first: no worker of xdist runs them alone at last."""
-    if tests.is_file():
-        return [tests]
     return sorted(tests.rglob("test_*.py"), key=lambda module: (not module.stem.endswith("_runs"), module))
 
 
@@ -102,16 +108,30 @@ def find_engines() -> dict[str, Path]:
 
 
 def find_peers() -> dict[str, dict[str, Any]]:
-    """Tables of the peers, by name."""
-    found: dict[str, dict[str, Any]] = read(REPOSITORY / "pyproject.toml")["tool"]["roll"]["peers"]
+    """Tables of the peers, by name; those of other versions of Python have the key `python`."""
+    table = read(REPOSITORY / "pyproject.toml")["tool"]["roll"]
+    pythons = {f"python-{version}": {"python": version, **table["pythons"]} for version in table["pythons"]["versions"]}
+    return {**table["peers"], **pythons}
+
+
+def found_pythons(peers: dict[str, dict[str, Any]]) -> list[str]:
+    """Peers of versions of Python that this host has."""
+    found = []
+    for name, peer in peers.items():
+        if "python" in peer and find_python(peer["python"]) is None:
+            print(f"== {name}: skipped, uv finds no Python {peer['python']}", file=sys.stderr)
+        elif "python" in peer:
+            found.append(name)
     return found
 
 
 def peer_python(name: str, peer: dict[str, Any]) -> Path:
-    """The interpreter of a peer's environment: its `packages` of ours, the peer, pytest."""
+    """The interpreter of a peer's environment: its `packages` of ours, by default all, the peer, pytest."""
     tools = [each for each in read(REPOSITORY / "pyproject.toml")["dependency-groups"]["dev"] if each.startswith(TOOLS)]
-    here = (word for package in peer["packages"] for word in ("-e", f"./packages/{package}"))
-    return environment(f"{name}-tests", [*here, *peer["requirements"], *tools], alone=peer.get("alone", []))
+    packages = peer.get("packages") or sorted(file.parent.name for file in (REPOSITORY / "packages").glob("*/*.toml"))
+    here = (word for package in packages for word in ("-e", f"./packages/{package}"))
+    requirements = [*here, *peer["requirements"], *tools]
+    return environment(f"{name}-tests", requirements, alone=peer.get("alone", []), python=peer.get("python"))
 
 
 def engine_table(project: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +189,7 @@ def test(name: str, python: Path, arguments: list[str], also: dict[str, str]) ->
     variables = {
         key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH")
     }
-    variables |= {"PATH": path, "ROLL_CONFORMANCE": "full", **also}
+    variables |= {"PATH": path, **also}
     command = [str(python), "-m", "pytest", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, env=variables).returncode == 0
 

@@ -58,6 +58,9 @@ sft_train:
   data_args: {file_name: rows.jsonl}
   strategy_args: {strategy_name: hf_train}
 """
+NEWER = 5 * (sys.version_info >= (3, 12))
+"""Modules that those of Python 3.12 and 3.13 import besides."""
+
 CASES = {
     # arguments, forbidden besides HEAVY, budget of modules
     "version": (["--version"], ("pluggy", "pydantic", "yaml", "rich", "hydra", "omegaconf"), 110),
@@ -105,7 +108,7 @@ def test_quick_commands_import_nothing_heavy(tmp_path, arguments, forbidden, bud
     code, modules = json.loads(done.stdout)
     assert code == (2 if {"wrong.yaml", "wrong_rows.yaml"} & {*arguments} else 0), done.stderr
     assert not {name for name in modules if name.split(".")[0] in (*HEAVY, *forbidden)}
-    assert len(modules) <= budget
+    assert len(modules) <= budget + NEWER
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_the_python_api_imports_only_what_a_call_needs(tmp_path, code, forbidden
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     modules = done.stdout.split()
     assert not {name for name in modules if name.split(".")[0] in (*HEAVY, *forbidden)}
-    assert len(modules) <= budget
+    assert len(modules) <= budget + NEWER
 
 
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys({names!r}))\n"

@@ -183,10 +183,10 @@ def test_an_option_that_the_tracker_does_not_have_is_a_mistake(problems):
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("adv_estimator=estimator_of_two", "missing a required argument: 'gamma'"),
+        ("adv_estimator=estimator_of_two", "'gamma'"),
         ("pg_variant=loss_of_two", "too many positional arguments"),
-        ("pg_variant=loss_by_name", "missing a required argument: 'clip'"),
-        ("rewards.math.reward=JudgeOfTexts", "missing a required argument: 'response'"),
+        ("pg_variant=loss_by_name", "'clip'"),
+        ("rewards.math.reward=JudgeOfTexts", "'response'"),
         ("rewards.math.reward=Forgetful", "too many positional arguments"),
     ],
 )
