@@ -421,12 +421,19 @@ def test_every_flag_is_reported_once_at_its_place(name, registry):
             "unsupported",
             {"rewards": None, "train.agent_func_path": "agent.py"},
         ),
-        (f"{BASE} --reward.normalize_enable", "reward.normalize_enable", "unsupported", {}),
+        (f"{BASE} --reward.normalize_enable --critic_pretrain rm", "reward.normalize_enable", "unsupported", {}),
+        (f"{BASE} --reward.normalize_enable", "reward.normalize_enable", "not needed", {}),
         (
-            f"{BASE} --data.prompt_dataset OpenRLHF/prompts",
+            f"{BASE} --enable_vllm_is_correction --use_icepop",
+            "enable_vllm_is_correction",
+            "differs",
+            {"train_infer_correction.is_weight.outside": "mask"},
+        ),
+        (
+            f"{BASE} --data.prompt_dataset OpenRLHF/prompt-collection-v0.1",
             "data.prompt_dataset",
             "renamed",
-            {"actor_train.data_args.file_name": "hf://OpenRLHF/prompts"},
+            {"actor_train.data_args.file_name": "hf://OpenRLHF/prompt-collection-v0.1"},
         ),
         (
             f"{BASE} --data.prompt_dataset OpenRLHF/a,OpenRLHF/b --data.prompt_split test",
@@ -525,7 +532,7 @@ def test_flags_of_other_trainers_have_status_and_target(trainer, flags, key, sta
 @pytest.mark.parametrize(
     ("flags", "trainer"),
     [
-        (f"{BASE} --reward.normalize_enable", "train_ppo_ray"),
+        (f"{BASE} --reward.normalize_enable --critic_pretrain rm", "train_ppo_ray"),
         (f"{BASE} --kl_target 1 --use_kl_loss", "train_ppo_ray"),
         ("--pretrain m --dataset a.jsonl --load_in_4bit --apply_chat_template", "train_dpo"),
         ("--pretrain m --dataset a.jsonl --output_key b --input_template '{} {{}}'", "train_sft"),

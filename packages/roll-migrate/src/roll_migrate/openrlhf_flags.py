@@ -254,16 +254,21 @@ def computed(source: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+ROW_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+"""Endings of files of rows. Other names have a dot too: the data set `OpenRLHF/prompt-collection-v0.1` of the Hub."""
+
+
 def files(value: Any) -> list[str] | None:
     """Names of data files; None if one of them is not a file of rows."""
     names = [name.strip() for name in str(value).split(",")]
-    known = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
-    return names if all(Path(name).suffix.lower() in known and "@" not in name for name in names) else None
+    return names if all(Path(name).suffix.lower() in ROW_FILES and "@" not in name for name in names) else None
 
 
 def hub_name(name: str, split: str) -> str:
     """Name of a data set of the Hub in `data_args.file_name`; empty for a directory, and for parts of a data set."""
-    is_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).suffix and not Path(name).exists()
+    path = Path(name)
+    # Not `./rows` and `../rows`.
+    is_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and path.suffix.lower() not in ROW_FILES and not path.exists()
     return f"hf://{name}" + ("" if split == "train" else f"?split={split}") if is_hub else ""
 
 
@@ -292,7 +297,7 @@ def correction(source: Mapping[str, Any]) -> tuple[str, str, list[Any]]:
         flat = source.get("vllm_is_correction_type", "tis")
         kind = str(source.get("algo.advantage.is_correction_type", flat))
         levels = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
-        level, mode = levels.get(kind, ("token", kind))
+        level, mode = ("token", "mask") if source.get("use_icepop") else levels.get(kind, ("token", kind))
     bounds = list(fact(source, "algo.advantage.is_correction_threshold"))
     return level, mode, [0.0, *bounds] if len(bounds) == 1 else bounds
 

@@ -21,6 +21,7 @@ from roll_migrate.rules import (
     always,
     convert_single,
     dead,
+    if_on,
     keys,
     nested,
     only,
@@ -387,6 +388,12 @@ def _reward_model(value: Any, key: Key) -> Outcome:
     return key.changed(writes, "it scores the sampled tokens")
 
 
+def _normalized(value: Any, key: Key) -> Outcome:
+    if not launch.has_reward_model(key.source) and not key.get("critic.model_name_or_path"):
+        return key.unneeded("it uses mean and std of a reward model's config.json")
+    return key.refused("remove it if config.json of the reward model has no mean and std, by which OpenRLHF normalizes")
+
+
 def _nll(value: Any, key: Key) -> Outcome:
     if value <= 1e-8:
         return key.unneeded("it is off")
@@ -623,11 +630,11 @@ ACTOR: dict[str, Convert] = {
     "algo.advantage.is_correction_enable": _correction,
     "algo.advantage.is_correction_type": unneeded("is_correction_enable has it"),
     "enable_vllm_is_correction": _correction,
-    "vllm_is_correction_type": unneeded("enable_vllm_is_correction has it"),
+    **keys("vllm_is_correction_type use_icepop", unneeded("enable_vllm_is_correction has it")),
     **keys("algo.dynamic_filtering_enable algo.dynamic_filtering_range", nested(_filtering)),
     "reward.model_name_or_path": _reward_model,
     "reward.remote_url": _remote,
-    "reward.normalize_enable": refused("scores are not normalized by the reward model's config"),
+    "reward.normalize_enable": if_on(nested(_normalized)),
     "reward.clip_range": nested(_clip_range),
     "reward.overlong_buffer_len": _overlong,
     "reward.overlong_penalty_factor": only(
