@@ -18,6 +18,7 @@ from roll_infer_hf.config import HFInferConfig
 from roll_infer_hf.engine import HFInferStrategy
 from roll_modeling.layout import adjacent, make_adjacent
 from roll_modeling.model import load_model
+from roll_testing.bounds import BOUNDS
 from roll_testing.errors import raises_error
 
 
@@ -67,6 +68,21 @@ def test_new_requests_use_only_the_new_weights(with_engine, trainer, shared):
     assert set(after.outputs[0].versions.tolist()) == {3}
     assert receipt.digests == {name: digest(each) for name, each in exported(trainer)}
     assert (receipt.version, receipt.role, receipt.rank) == (3, "actor_infer", 3)
+
+
+def test_fp16_weights_are_loaded_and_computed_with(with_engine, trainer, tiny_spec):
+    halves = [(name, each.detach().half()) for name, each in exported(trainer)]
+    prompt = list(range(30))
+
+    async def act(engine):
+        receipt = await engine.update_weights(1, make_manifest(1, halves), iter(halves))
+        return receipt, await engine.generate(request("half", prompt))
+
+    receipt, completion = with_engine(act, replace(tiny_spec, dtype="fp16"))
+    assert receipt.digests == {name: digest(each) for name, each in halves}
+    trainer.load_state_dict(dict(halves), strict=False)
+    expected = scored(trainer, [*prompt, *completion.outputs[0].token_ids])[len(prompt) - 1 :]
+    np.testing.assert_allclose(completion.outputs[0].logprobs, expected, atol=BOUNDS["fp16"].outputs)
 
 
 def test_shared_tensors_are_aliased_and_copied_ones_are_not(with_engine, trainer):

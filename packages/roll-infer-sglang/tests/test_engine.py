@@ -7,6 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from roll_testing.errors import raises_error
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from shared_tests.continuing import check_that_it_goes_on
 from shared_tests.live_engine import Live, biased, request
-from shared_tests.loaded_engine import TOKEN_BYTES, LoadedEngineTests
+from shared_tests.loaded_engine import TOKEN_BYTES, LoadedEngineTests, check_in_fp16
 
 pytestmark = pytest.mark.engine("sglang")
 
@@ -292,3 +293,13 @@ def test_the_arguments_that_check_knows_are_the_engines_own(monkeypatch):
     known = set(SglangConfig.model_fields) - set(SglangConfig.own_keys)
     assert known >= set(PASSED_ON) | set(REJECTED)
     assert known >= {name for name in own if not name.startswith("_")}
+
+
+@pytest.mark.slow
+def test_fp16_weights_are_read_back_and_computed_with():
+    with stood_in():
+        engine = Live(strategy(), replace(biased(), dtype="fp16"))
+        try:
+            check_in_fp16(engine)
+        finally:
+            engine.close()

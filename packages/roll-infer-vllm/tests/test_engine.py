@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from roll_testing.errors import raises_error
 from roll_testing.infer.interrupting import until_interrupted
 from shared_tests.continuing import check_that_it_goes_on
 from shared_tests.live_engine import biased, request
-from shared_tests.loaded_engine import LoadedEngineTests, digests
+from shared_tests.loaded_engine import LoadedEngineTests, check_in_fp16, digests
 
 pytestmark = pytest.mark.engine("vllm")
 WAIT_S = 60.0
@@ -330,3 +331,12 @@ def alive(process):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.slow
+def test_fp16_weights_are_read_back_and_computed_with():
+    engine = start(replace(biased(), dtype="fp16"))
+    try:
+        check_in_fp16(engine)
+    finally:
+        engine.close()

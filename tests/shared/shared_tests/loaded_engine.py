@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
+from roll_testing.bounds import BOUNDS
 from roll_testing.errors import raises_error
 from shared_tests.live_engine import Live, request
 
@@ -146,3 +147,16 @@ def digests(manifest: WeightManifest) -> dict[str, str]:
 def _resident() -> int:
     """Return the resident bytes of all processes below this one."""
     return sum(each.memory_info().rss for each in psutil.Process().children(recursive=True))
+
+
+def check_in_fp16(live: Live) -> None:
+    """Check that fp16 weights are read back, and that the logprobs are near those of the same weights in fp32."""
+    live.step()
+    live.model.half()
+    manifest, receipt = live.publish()
+    assert {entry.dtype for entry in manifest.tensors} == {"F16"}
+    assert dict(receipt.digests) == digests(manifest)
+    output = live.generate("half", PROMPT, max_new_tokens=20).outputs[0]
+    live.model.float()
+    expected = live.logprobs([*PROMPT, *output.token_ids], len(PROMPT))
+    np.testing.assert_allclose(output.logprobs, expected, atol=BOUNDS["fp16"].outputs)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 ROLL_HOOK_API = 1
 CAPABILITIES = InferCapabilities(
+    dtypes=("fp32", "bf16", "fp16"),
     sleeps=True,
     lora=True,
     prompt_logprobs=True,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_infer_sglang.config import SglangConfig
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SPARE_TOKENS = 8
 """Maximum number of tokens of its context length that SGLang reserves."""
 HEADS = ("num_attention_heads", "num_key_value_heads")

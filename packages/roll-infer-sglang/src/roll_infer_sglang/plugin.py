@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ROLL_HOOK_API = 1
 
 CAPABILITIES = InferCapabilities(
-    dtypes=("fp32", "bf16"),
+    dtypes=("fp32", "bf16", "fp16"),
     images=True,
     videos=True,
     sleeps=True,

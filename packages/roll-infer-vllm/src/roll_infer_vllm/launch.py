@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from roll_infer_vllm.engine_metrics import VllmMetrics
     from roll_modeling.engine_files import EngineFiles
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Executor of one slot on a CPU: the model runs in the process of vLLM's engine core.
 

@@ -16,7 +16,7 @@ ROLL_HOOK_API = 1
 VERSIONS = ">=0.31,<0.34"
 """Supported vLLM versions; `versions` has their differences."""
 CAPABILITIES = InferCapabilities(
-    dtypes=("fp32", "bf16"),
+    dtypes=("fp32", "bf16", "fp16"),
     sleeps=True,
     lora=True,
     prompt_logprobs=True,

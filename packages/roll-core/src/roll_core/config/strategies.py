@@ -189,14 +189,8 @@ class StrategyCheck:
             return
         model, at_model = raw or {}, (*self.path, "model_args")
         if not can.lora and _trains_adapters(model):
-            known = self.parts.registry.providers(type(provider))
-            able = [
-                other.name
-                for other in known
-                if other.capabilities.lora and not (trains and getattr(other, "forward_only", False))
-            ]
             message = f"{provider.name} cannot {'train' if trains else 'load'} adapters"
-            hint = f"strategies that can: {', '.join(able)}"
+            hint = f"strategies that can: {', '.join(self._able(lambda other: other.lora))}"
             self.report((*at_model, "lora_target"), message, hint, code="ROLL-C017")
         elif model.get("load_in_4bit") is True and _trains_adapters(model) and trains:
             self._check_4bit((*at_model, "load_in_4bit"))
@@ -204,7 +198,9 @@ class StrategyCheck:
         if isinstance(dtype, str) and dtype in ("fp32", "bf16", "fp16") and dtype not in can.dtypes:
             dtype_found = dtype if "dtype" in model else f"the default {dtype}"
             message = f"found {dtype_found}, but {provider.name} computes in {', '.join(can.dtypes)}"
-            self.report((*at_model, "dtype"), message, code="ROLL-C017")
+            able = self._able(lambda other: dtype in other.dtypes)
+            hint = f"strategies for {dtype}: {', '.join(able)}" if able else ""
+            self.report((*at_model, "dtype"), message, hint, code="ROLL-C017")
         key = "disable_gradient_checkpointing"
         if isinstance(can, InferCapabilities) or can.gradient_checkpointing or not trains:
             return
@@ -213,6 +209,15 @@ class StrategyCheck:
             self.report((*at_model, key), message, "remove the key, or write true", code="ROLL-C017")
         elif key not in model:
             self.role["model_args"] = model | {key: True}
+
+    def _able(self, is_able: Callable[[Any], bool]) -> list[str]:
+        """Names of the strategies of this kind with a capability; of a role that trains, those that train."""
+        trains = self.worker.kind == "train"
+        return [
+            other.name
+            for other in self.parts.registry.providers(type(self.provider))
+            if is_able(other.capabilities) and not (trains and getattr(other, "forward_only", False))
+        ]
 
     def _check_4bit(self, key_path: KeyPath) -> None:
         """Check that the strategy can quantize the frozen layers, and that bitsandbytes is installed."""
