@@ -192,7 +192,12 @@ class AgentHost(EnvironmentHost):
         values: list[float] = []
         turn = Turn()
         for _ in range(self._run_config.max_turns(self.tag)):  # also if the agent replies without calls
-            asked = replace(session, messages=tuple(with_parts(messages, data=True)), tools=tuple(opening.tools))
+            asked = replace(
+                session,
+                messages=tuple(with_parts(messages, data=True)),
+                tools=tuple(opening.tools),
+                enter=tuple(opening.enter),
+            )
             try:
                 reply = await self._run(agent, recorder, task, asked)
             except EnvironmentFailure:
@@ -291,7 +296,7 @@ def _credited(rollout: Rollout, reward: Reward | None) -> Rollout:
 
 
 class CommandAgent(Agent):
-    """Runs a program for each rollout. Kills its process group at the end."""
+    """Runs a program for each rollout, where the environment's episode takes place. Kills its process group."""
 
     def __init__(self, *, command: Sequence[str], directory: str | None = None, env: Mapping[str, str]) -> None:
         self.command, self.directory, self.env = list(command), directory, dict(env)
@@ -300,6 +305,7 @@ class CommandAgent(Agent):
     async def run(self, task: Task, session: Session) -> str:
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
+                *session.enter,
                 *self.command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

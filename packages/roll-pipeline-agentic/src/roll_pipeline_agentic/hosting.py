@@ -82,6 +82,8 @@ class HostedEnvironment:
             and len(set(players)) == len(players)
         ):
             raise self._host.failure("reset", f"players are {players!r:.200}, expected a list of different names")
+        if not isinstance(opening.enter, list | tuple) or not all(isinstance(word, str) for word in opening.enter):
+            raise self._host.failure("reset", f"enter is {opening.enter!r:.200}, expected a list of texts")
         self._players = tuple(players)
         self._check_player("reset", opening.player)
         return replace(opening, messages=messages)

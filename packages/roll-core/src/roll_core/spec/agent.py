@@ -37,6 +37,8 @@ class Session:
     with data URLs."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools of the environment, in the format of OpenAI's API."""
+    enter: Sequence[str] = ()
+    """`Opening.enter` of the environment: the command that runs a program where the episode takes place."""
 
     @property
     def anthropic_base_url(self) -> str:

@@ -47,6 +47,9 @@ class Opening:
     """Names of the players, if there are several, in the order of the rules. The policy plays all of them."""
     player: str = ""
     """Player of the first turn, who gets `messages`. Empty: the first of `players`."""
+    enter: Sequence[str] = ()
+    """Command that runs a program where the episode takes place, such as a container; the program and its arguments
+    follow. An agent that is a program is started by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
