@@ -9,6 +9,7 @@ import pytest
 
 from roll_testing import (
     EnvironmentConformance,
+    EnvironmentIntegrity,
     ExecutorConformance,
     InferStrategyConformance,
     PlatformConformance,
@@ -17,6 +18,7 @@ from roll_testing import (
 )
 from roll_testing.bounds import BOUNDS, SPLIT
 from roll_testing.infer.kit import InferKit
+from roll_testing.integrity import TRICKS
 from roll_testing.kit import Kit
 from roll_testing.train_kit import TrainKit
 
@@ -26,7 +28,8 @@ ENGINES, _, REST = REST.partition("\n## Is my platform right?\n")
 PLATFORMS, _, REST = REST.partition("\n## Is my weight transport right?\n")
 TRANSPORTS, _, REST = REST.partition("\n## Is my executor right?\n")
 EXECUTORS, _, REST = REST.partition("\n## Is my environment right?\n")
-ENVIRONMENTS, _, _ = REST.partition("\n## Are my smaller parts right?\n")
+ENVIRONMENTS, _, REST = REST.partition("\n## Can my environment be tricked?\n")
+TRICKED, _, _ = REST.partition("\n## Are my smaller parts right?\n")
 KITS = [
     (STRATEGIES, TrainStrategyConformance),
     (ENGINES, InferStrategyConformance),
@@ -34,6 +37,7 @@ KITS = [
     (TRANSPORTS, WeightTransportConformance),
     (EXECUTORS, ExecutorConformance),
     (ENVIRONMENTS, EnvironmentConformance),
+    (TRICKED, EnvironmentIntegrity),
 ]
 INTERNAL = {"provider", "can", "pytest_generate_tests", "models", "case", "need", "need_training", "setup", "oracle"}
 INTERNAL |= {"run", "scored", "trained", "reference", "batch", "sizes", "dtypes", "platform_here", "engine", "fresh"}
@@ -74,3 +78,7 @@ def test_the_example_is_a_class_of_tests(text, kit):
     names: dict[str, object] = {}
     exec(code, names)  # our own page
     assert issubclass(names["TestMine"], kit)
+
+
+def test_every_trick_has_a_row_and_no_other():
+    assert re.findall(r"^\| ([a-z ]+) \|", TRICKED, flags=re.MULTILINE)[1:] == [trick.name for trick in TRICKS]

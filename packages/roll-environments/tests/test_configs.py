@@ -187,6 +187,34 @@ def test_a_task_has_the_columns_of_a_row(capsys: pytest.CaptureFixture[str], mon
             cli.main(["envs", "play", "math_with_python", "--task", wrong])
 
 
+GREEDY = """
+from roll_core.spec.environment import Environment, Opening, Turn
+
+
+class Greedy(Environment):
+    def reset(self, task, seed):
+        return Opening(messages=[{"role": "user", "content": "a number"}])
+
+    def step(self, reply):
+        try:
+            return Turn(reward=float(reply.text), done=True)
+        except ValueError:
+            return Turn(reward=0.0, done=True)
+"""
+
+
+def test_tricks_are_tried_from_the_command_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "greedy_env.py").write_text(GREEDY, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cli.main(["envs", "test", "greedy_env:Greedy", "-k", "no_finite or links"]) == 1
+    assert mentions(capfd.readouterr().out, "no_finite_number", "nan", "1 failed, 1 passed")
+    assert cli.main(["envs", "test", "text_game", "romos=3"]) == 2
+    assert mentions(capfd.readouterr().err, "romos", "ROLL-C010")
+
+
 def test_the_end_of_the_input_ends_the_game(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from roll_environments.local_search import LocalSearch
 from roll_environments.math_with_python import MathWithPython
 from roll_environments.python_tools import PythonTools
 from roll_environments.text_game import TextGame
-from roll_testing import EnvironmentConformance
+from roll_testing import EnvironmentConformance, EnvironmentIntegrity
 
 
 def oracle(environment: Any, seed: int, tool: str = "") -> list[str | Reply]:
@@ -21,7 +21,7 @@ def oracle(environment: Any, seed: int, tool: str = "") -> list[str | Reply]:
     return [each if isinstance(each, str) else call(tool, **each) for each in environment.oracle()]
 
 
-class TestMathWithPython(EnvironmentConformance):
+class TestMathWithPython(EnvironmentIntegrity, EnvironmentConformance):
     def create(self) -> MathWithPython:
         return MathWithPython(num_operations=3, digits=3)
 
@@ -29,7 +29,7 @@ class TestMathWithPython(EnvironmentConformance):
         return oracle(self.create(), seed, "python")
 
 
-class TestLocalSearch(EnvironmentConformance):
+class TestLocalSearch(EnvironmentIntegrity, EnvironmentConformance):
     def create(self) -> LocalSearch:
         return LocalSearch(num_results=3)
 
@@ -37,7 +37,7 @@ class TestLocalSearch(EnvironmentConformance):
         return oracle(self.create(), seed, "search")
 
 
-class TestTextGame(EnvironmentConformance):
+class TestTextGame(EnvironmentIntegrity, EnvironmentConformance):
     def create(self) -> TextGame:
         return TextGame(rooms=6)
 

@@ -10,13 +10,13 @@ from roll_pipeline_agentic.environments.frozen_lake import FrozenLake
 from roll_pipeline_agentic.environments.guess_number import BinarySearch, GuessNumber
 from roll_pipeline_agentic.environments.nim import Nim
 from roll_pipeline_agentic.environments.sokoban import Sokoban
-from roll_testing.environments import EnvironmentConformance
+from roll_testing import EnvironmentConformance, EnvironmentIntegrity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class TestGuessNumber(EnvironmentConformance):
+class TestGuessNumber(EnvironmentIntegrity, EnvironmentConformance):
     def create(self) -> GuessNumber:
         return GuessNumber(low=1, high=30)
 
@@ -35,7 +35,7 @@ class TestGuessNumber(EnvironmentConformance):
         return asyncio.run(search())
 
 
-class TestFrozenLake(EnvironmentConformance):
+class TestFrozenLake(EnvironmentIntegrity, EnvironmentConformance):
     def create(self) -> FrozenLake:
         return FrozenLake(size=5, holes=0.3)
 
@@ -45,7 +45,7 @@ class TestFrozenLake(EnvironmentConformance):
         return environment.oracle()
 
 
-class TestSokoban(EnvironmentConformance):
+class TestSokoban(EnvironmentIntegrity, EnvironmentConformance):
     def create(self) -> Sokoban:
         return Sokoban(rows=6, columns=6, boxes=1)
 
@@ -55,7 +55,7 @@ class TestSokoban(EnvironmentConformance):
         return environment.oracle()
 
 
-class TestNim(EnvironmentConformance):
+class TestNim(EnvironmentIntegrity, EnvironmentConformance):
     def create(self) -> Nim:
         return Nim(low=5, high=21)
 

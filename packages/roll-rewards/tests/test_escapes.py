@@ -23,6 +23,7 @@ from roll_core.errors import ConfigError, RewardFailure
 from roll_rewards import sandbox
 from roll_rewards.code import CodeReward
 from roll_rewards.config import CodeConfig
+from roll_testing.integrity import TRICKS
 
 NEEDS_ISOLATION = pytest.mark.skipif(bool(sandbox.probe()), reason=f"no isolation on this host: {sandbox.probe()}")
 GOOD = "def solve(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(solve(*map(int, input().split())))"
@@ -261,6 +262,21 @@ def results(tmp_path_factory, requesting):
 def test_no_attempt_scores(results, name):
     found = [each for attempt, each in results[0].items() if attempt == name or attempt.startswith(f"{name} (")]
     assert [each.value for each in found] == [0.0] * len(found), found
+
+
+@NEEDS_ISOLATION
+def test_no_trick_of_the_integrity_kit_scores(requesting):
+    reward = CodeReward(CodeConfig.model_validate({"reward": "code", "case_timeout_s": 1, "processes": 12}))
+    reward.start()
+    texts = [text for trick in TRICKS for text in trick.texts]
+    texts += [f"```{language}\n{text}```" for trick in TRICKS for language, text in trick.programs]
+    try:
+        with ThreadPoolExecutor(12) as threads:
+            jobs = [(text, tests) for text in texts for tests in (STDIN, CALLS, ASSERTS)]
+            scored = threads.map(lambda job: reward.score(requesting(job[0], test_cases=job[1])), jobs)
+            assert [job for job, each in zip(jobs, scored, strict=True) if each.value != 0.0] == []
+    finally:
+        reward.close()
 
 
 @NEEDS_ISOLATION

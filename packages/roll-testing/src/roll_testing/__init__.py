@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from roll_testing.environments import EnvironmentConformance
     from roll_testing.executors import ExecutorConformance
     from roll_testing.infer.conformance import InferStrategyConformance
+    from roll_testing.integrity import EnvironmentIntegrity
     from roll_testing.packaging import PackagingConformance
     from roll_testing.pipelines import PipelineConformance
     from roll_testing.platforms import PlatformConformance
@@ -25,6 +26,7 @@ __all__ = [
     "AdvantageConformance",
     "Case",
     "EnvironmentConformance",
+    "EnvironmentIntegrity",
     "ExecutorConformance",
     "InferStrategyConformance",
     "PackagingConformance",
@@ -53,6 +55,7 @@ _HOMES = {
         "environments": "EnvironmentConformance",
         "executors": "ExecutorConformance",
         "infer.conformance": "InferStrategyConformance",
+        "integrity": "EnvironmentIntegrity",
         "packaging": "PackagingConformance",
         "pipelines": "PipelineConformance",
         "platforms": "PlatformConformance",

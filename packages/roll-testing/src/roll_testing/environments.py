@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -65,13 +65,13 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """Everything as JSON. Fails if a value is no plain JSON value."""
+        """Everything but `enter`, which names another container each time, as JSON. Fails if a value is not plain."""
         score = None if self.score is None else asdict(self.score)
-        return json.dumps([asdict(self.opening), [asdict(turn) for turn in self.turns], score])
+        return json.dumps([asdict(replace(self.opening, enter=())), [asdict(turn) for turn in self.turns], score])
 
 
-class EnvironmentConformance:
-    """Tests that every environment must pass."""
+class EnvironmentKit:
+    """What authors state about an environment for its tests."""
 
     name: ClassVar[str] = ""
     """Name of the environment as in configs. Not needed by a class that overrides `create`."""
@@ -80,14 +80,10 @@ class EnvironmentConformance:
     seeds: ClassVar[Sequence[int]] = (0, 1, 2**31 - 1)
     task: ClassVar[Mapping[str, Any]] = {}
     """Passed to `reset`."""
-    varies: ClassVar[bool] = True
-    """True if seeds differ in their episodes."""
     max_turns: ClassVar[int] = 50
     """Turns after which an episode is left."""
     timeout_s: ClassVar[float] = 30.0
     """Maximum seconds of a test's episodes."""
-    blocked_s: ClassVar[float] = 0.5
-    """Maximum seconds for which a coroutine may block the event loop."""
 
     def create(self) -> Environment:
         """A new environment. Default: the installed one called `name`, with `settings`."""
@@ -95,6 +91,38 @@ class EnvironmentConformance:
         schema = schema_of(record, Config, owner=self.name)
         cls = load_class(record.target, Environment, owner=self.name)  # type: ignore[type-abstract]
         return cls(**schema.model_validate(dict(self.settings)).model_dump())
+
+    async def _episode(
+        self, seed: int, replies: Sequence[str | Reply], finish_reason: Any, environment: Environment | None = None
+    ) -> Episode:
+        environment = environment or self.create()
+        try:
+            opening = await self._call(environment, "reset", dict(self.task), seed)
+            turns: list[Turn] = []
+            for reply in replies[: self.max_turns]:
+                turns.append(await self._call(environment, "step", _reply(reply, finish_reason)))
+                if _ended(turns[-1]):
+                    break
+            score = await self._call(environment, "score")
+        finally:
+            await self._call(environment, "close")
+        return Episode(opening, tuple(turns), score)
+
+    async def _call(self, environment: Environment, method: str, *arguments: Any) -> Any:
+        result = getattr(environment, method)(*arguments)
+        result = await result if inspect.isawaitable(result) else result
+        expected = {"reset": Opening, "step": Turn, "score": Reward | None, "close": type(None)}[method]
+        assert isinstance(result, expected), f"{method} returned {type(result).__name__}, expected {expected}"
+        return result
+
+
+class EnvironmentConformance(EnvironmentKit):
+    """Tests that every environment must pass."""
+
+    varies: ClassVar[bool] = True
+    """True if seeds differ in their episodes."""
+    blocked_s: ClassVar[float] = 0.5
+    """Maximum seconds for which a coroutine may block the event loop."""
 
     def create_failing(self) -> Environment | None:
         """An environment that cannot work, for example without its service. Default: None, it cannot fail."""
@@ -280,29 +308,6 @@ class EnvironmentConformance:
             if first != second:
                 return seed
         return None
-
-    async def _episode(
-        self, seed: int, replies: Sequence[str | Reply], finish_reason: Any, environment: Environment | None = None
-    ) -> Episode:
-        environment = environment or self.create()
-        try:
-            opening = await self._call(environment, "reset", dict(self.task), seed)
-            turns: list[Turn] = []
-            for reply in replies[: self.max_turns]:
-                turns.append(await self._call(environment, "step", _reply(reply, finish_reason)))
-                if _ended(turns[-1]):
-                    break
-            score = await self._call(environment, "score")
-        finally:
-            await self._call(environment, "close")
-        return Episode(opening, tuple(turns), score)
-
-    async def _call(self, environment: Environment, method: str, *arguments: Any) -> Any:
-        result = getattr(environment, method)(*arguments)
-        result = await result if inspect.isawaitable(result) else result
-        expected = {"reset": Opening, "step": Turn, "score": Reward | None, "close": type(None)}[method]
-        assert isinstance(result, expected), f"{method} returned {type(result).__name__}, expected {expected}"
-        return result
 
     def _within(self, main: Callable[[], Any]) -> Any:
         """Run a coroutine function on a new event loop in a thread, and return its result within `timeout_s`."""

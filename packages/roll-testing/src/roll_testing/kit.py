@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+import tempfile
 from contextlib import contextmanager
 from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -180,3 +184,20 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(usual)
+
+
+def run_tests(module: str, expression: str) -> int:
+    """Run the tests of a module's text with pytest in a child process. Returns 1 if a test fails, otherwise 0."""
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory(prefix="roll-plugin-") as folder:
+        file = Path(folder, "test_plugin.py")
+        file.write_text(module, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "--rootdir", folder]
+        command += [
+            "-c",
+            "/dev/null",
+            "--import-mode=importlib",
+            *(["-k", expression] if expression else []),
+            str(file),
+        ]
+        return 1 if subprocess.run(command, check=False).returncode else 0

@@ -7,11 +7,8 @@ them. It tests what a kit can test of a part that it knows only by name.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-import tempfile
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +21,7 @@ from roll_testing.algorithms import AdvantageConformance, FunctionTests, PolicyL
 from roll_testing.conformance import TrainStrategyConformance
 from roll_testing.executors import ExecutorConformance
 from roll_testing.infer.conformance import InferStrategyConformance
+from roll_testing.kit import run_tests
 from roll_testing.packaging import PackagingConformance
 from roll_testing.platforms import PlatformConformance
 from roll_testing.rewards import RewardConformance, score
@@ -104,10 +102,6 @@ SUITES: dict[type[providers.Provider], str] = {
     providers.EnvironmentProvider: "EnvironmentConformance, with replies",
 }
 """What an author subclasses for the other kinds that have a kit."""
-MODULE = """from roll_testing.suites import suite
-
-{suites}
-"""
 
 
 def suite(kind: str, name: str) -> type:
@@ -137,16 +131,4 @@ def run_suites(plugin: Plugin, expression: str) -> int:
     if not lines:
         sys.stdout.write(f"{plugin} provides no parts\n")
         return 0
-    sys.stdout.flush()
-    with tempfile.TemporaryDirectory(prefix="roll-plugin-") as folder:
-        file = Path(folder, "test_plugin.py")
-        file.write_text(MODULE.format(suites="\n".join(lines)), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "--rootdir", folder]
-        command += [
-            "-c",
-            "/dev/null",
-            "--import-mode=importlib",
-            *(["-k", expression] if expression else []),
-            str(file),
-        ]
-        return 1 if subprocess.run(command, check=False).returncode else 0
+    return run_tests("from roll_testing.suites import suite\n\n" + "\n".join(lines), expression)

@@ -339,19 +339,24 @@ def _parse_action(
 
 
 def envs(words: Sequence[str], registry: Registry) -> int:
-    """List the environments of installed packages, or play an episode of one."""
-    parser = command_parser("envs", "List the environments of installed packages, or play an episode of one.")
-    actions = parser.add_subparsers(dest="action", metavar="list | play", required=True)
+    """List the environments of installed packages, play an episode of one, or test one."""
+    parser = command_parser("envs", "List the environments of installed packages, play an episode of one, or test one.")
+    actions = parser.add_subparsers(dest="action", metavar="list | play | test", required=True)
     actions.add_parser("list", help="list environments with the keys of env_config", allow_abbrev=False)
     playing = actions.add_parser(
         "play", help="play an episode; each line is a reply, or a model replies", allow_abbrev=False
     )
-    playing.add_argument("name", metavar="NAME", help="environment, or your own class as module:Class")
-    playing.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="keys of env_config")
-    playing.add_argument("--seed", type=int, default=0, help="seed of the episode (default: 0)")
-    playing.add_argument(
-        "--task", metavar="JSON", type=_columns, default={}, help='columns of a row of data: {"question": "…"}'
+    testing = actions.add_parser(
+        "test", help="try to get rewards without solving a task, and run the conformance tests", allow_abbrev=False
     )
+    for action in (playing, testing):
+        action.add_argument("name", metavar="NAME", help="environment, or your own class as module:Class")
+        action.add_argument("settings", metavar="KEY=VALUE", nargs="*", help="keys of env_config")
+        action.add_argument(
+            "--task", metavar="JSON", type=_columns, default={}, help='columns of a row of data: {"question": "…"}'
+        )
+    testing.add_argument("-k", metavar="EXPRESSION", default="", help="select tests, as pytest does: -k trick")
+    playing.add_argument("--seed", type=int, default=0, help="seed of the episode (default: 0)")
     playing.add_argument(
         "--engine",
         metavar="URL",
@@ -364,10 +369,12 @@ def envs(words: Sequence[str], registry: Registry) -> int:
         "--max-turns", metavar="N", type=_count, help="end the episode after N turns (default with --engine: 32)"
     )
     options = _parse_action(parser, actions, words)
-    from roll_tools.environments import list_environments, play_environment
+    from roll_tools.environments import list_environments, play_environment, test_environment
 
     if options.action == "list":
         return list_environments(registry)
+    if options.action == "test":
+        return test_environment(options.name, options.settings, registry, task=options.task, expression=options.k)
     if options.model and not options.engine:
         playing.error("--model has no effect without --engine")
     engine, max_turns = None, options.max_turns

@@ -1,4 +1,4 @@
-"""Lists the environments of installed packages, and plays an episode of one in the terminal."""
+"""Lists the environments of installed packages, plays an episode of one in the terminal, and tests one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from roll_core.cli.plugins import from_roll_testing
 from roll_core.config.explain import code_of, findings
 from roll_core.data.media import received_message, with_parts
 from roll_core.errors import ConfigError, ConfigProblem, EnvironmentFailure
@@ -64,6 +65,22 @@ def play_environment(
 
     `settings` are `KEY=VALUE` of `env_config`, values in YAML; `task` is a row of data. `max_turns` ends the episode.
     """
+    provider, options = _configured(name, settings, registry)
+    owner = registry.owner(provider)
+    cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
+    return asyncio.run(_play(cls(**options), owner, task, seed, engine, max_turns))
+
+
+def test_environment(name: str, settings: Sequence[str], registry: Registry, *, task: Task, expression: str) -> int:
+    """Run the conformance tests and the integrity kit on an environment. Returns 1 if a test fails, otherwise 0."""
+    provider, options = _configured(name, settings, registry)
+    run = from_roll_testing("roll_testing.integrity:test_environment")
+    code: int = run(registry.owner(provider), provider.target, options, task, expression)
+    return code
+
+
+def _configured(name: str, settings: Sequence[str], registry: Registry) -> tuple[EnvironmentProvider, dict[str, Any]]:
+    """An environment and its options, `KEY=VALUE` of `env_config`. Raises `ConfigError`."""
     provider = registry.find(EnvironmentProvider, name)
     owner = registry.owner(provider)
     schema = options_schema(provider) if is_user_function(provider) else schema_of(provider, Config, owner=owner)
@@ -83,8 +100,7 @@ def play_environment(
             for finding in findings(error.errors(), values)
         ]
         raise ConfigError(problems) from error
-    cls = load_class(provider.target, Environment, owner=owner)  # type: ignore[type-abstract]
-    return asyncio.run(_play(cls(**options.model_dump(mode="json")), owner, task, seed, engine, max_turns))
+    return provider, options.model_dump(mode="json")
 
 
 async def _play(

@@ -27,7 +27,7 @@ def roll_commands() -> Iterator[CommandProvider]:
         ("eval", "Score models on held-out prompts, and compare them"),
         ("filter", "Measure the pass rate of the rows of a config, and write those in a window"),
         ("checkpoint", "List or verify checkpoints, or write one as a directory for transformers"),
-        ("envs", "List environments, or play an episode of one in the terminal"),
+        ("envs", "List environments, play an episode of one in the terminal, or test one"),
         ("runs", "List runs with state, step, score, config hash and age"),
         ("watch", "Follow a run in the terminal until it ends"),
         ("push", "Upload the model of a run to the Hugging Face Hub, with a model card"),

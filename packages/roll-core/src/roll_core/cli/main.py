@@ -52,7 +52,7 @@ commands of roll-tools, which `pip install 'roll-core[train]'` brings:
   watch RUN                         follow a run in the terminal until it ends
   report RUN...                     write report.html of a run again, or a page that compares several runs
   push RUN OWNER/NAME               upload the model of a run to the Hugging Face Hub, with a model card
-  envs list | play NAME             list environments, or play an episode of one in the terminal
+  envs list | play | test NAME      list environments, play an episode of one, or test one
 
 command of roll-migrate:
   import NAME FILE [-o OUT]         convert another framework's config, and report the result for each key
