@@ -33,7 +33,7 @@ from roll_pipeline_agentic.agentic import (
     with_echo,
 )
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
-from roll_pipeline_agentic.config import AgenticEnvConfig, ResponseMaskConfig, ValEnvManagerConfig
+from roll_pipeline_agentic.config import AgenticEnvConfig, PricesConfig, ResponseMaskConfig, ValEnvManagerConfig
 from roll_pipeline_agentic.environments.guess_number import GuessNumber
 from roll_pipeline_agentic.episodes import EpisodeGroup, Episodes
 from roll_pipeline_agentic.hosting import EnvironmentHost
@@ -470,6 +470,18 @@ def test_an_invalid_action_costs_its_turn_the_penalty(tokenizer: Any) -> None:
     assert [metrics[f"env/guess/turn_{k}/tokens"] for k in (1, 2, 3)] == [2, 6, 2]
 
 
+def test_an_episode_costs_what_its_turns_read_and_sampled(tokenizer: Any) -> None:
+    """A hosted model counts the whole prompt of each turn: the earlier prompts and replies again."""
+    context = Script(tokenizer, ["3<eos>", "dunno<eos>", "5<eos>"])
+    (sample,) = asyncio.run(EpisodeGroup(episodes(tokenizer, FIVE)).run(context, PROMPT)).samples
+    read = sum(len(prompt) for _, prompt, _ in context.calls)
+    metrics = episode_metrics([sample, sample], prices={"guess": PricesConfig(read=2, sampled=30)})
+    assert metrics["env/guess/read_tokens/mean"] == read
+    assert metrics["env/guess/sampled_tokens/mean"] == 10
+    assert metrics["env/guess/cost/mean"] == pytest.approx((2 * read + 300) / 1e6)
+    assert metrics["env/guess/cost/sum"] == pytest.approx(2 * metrics["env/guess/cost/mean"])
+
+
 def test_an_episode_has_a_maximum_number_of_sampled_tokens(tokenizer: Any) -> None:
     config = Config()
     config.max_tokens_per_traj = 3
@@ -597,7 +609,7 @@ def test_an_evaluation_keeps_the_counts_of_training_episodes(tokenizer: Any) -> 
     pipeline = object.__new__(AgenticPipeline)
     pipeline.config = Config()  # type: ignore[assignment]
     pipeline.config.val_env_manager = ValEnvManagerConfig()
-    pipeline.with_success, pipeline.agents = set(), {}
+    pipeline.with_success, pipeline.agents, pipeline.prices = set(), {}, {}
     pipeline.episodes = episodes(tokenizer, FIVE)
     pipeline.hosts, pipeline.encoders = dict(pipeline.episodes.hosts), dict(pipeline.episodes.encoders)
     pipeline.hosts["guess"].seconds["step"].append(3.0)

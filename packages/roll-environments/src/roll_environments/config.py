@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
+import shutil
+import sys
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
@@ -11,7 +14,7 @@ from packaging.requirements import Requirement
 from pydantic import AfterValidator, Field, model_validator
 
 from roll_core.errors import install_command
-from roll_core.spec.config import Config, EnvVars, PositiveInt
+from roll_core.spec.config import Config, EnvVars, PositiveFloat, PositiveInt
 from roll_environments.targets import described, importable, load
 
 Target = Annotated[str, AfterValidator(importable)]
@@ -230,6 +233,64 @@ class OpenEnvConfig(Config):
             raise ValueError(f"url is {self.url}, expected http:// or https://")
         if self.action is None and not self.tools:
             raise ValueError("action is missing: name the field of the action, or set tools: true")
+        return self
+
+
+class ContainerConfig(Config):
+    """`container`: the commands of a container, if it is none of the known programs.
+
+    `{name}`, `{image}`, `{workdir}`, `{context}` and `{folder}`, an empty directory of the episode, are replaced.
+    """
+
+    build: list[str] = Field(default_factory=list)
+    """Build `{image}` from the directory `{context}`. Default: copy the files of the task's `environment`."""
+    start: list[str] = Field(min_length=1)
+    """Start the container and return. It runs until `remove`."""
+    exec: list[str] = Field(min_length=1)
+    """Run a program in the container, with standard input; the program and its arguments follow."""
+    stop: list[str] = Field(min_length=1)
+    """Kill all processes in the container and wait for their end. Its files remain, and `exec` works afterwards."""
+    remove: list[str] = Field(min_length=1)
+    """Remove the container with its processes and files."""
+
+
+class HarborConfig(Config):
+    """Options of the environment `harbor`."""
+
+    tasks: str
+    """Directory of a task in Harbor's layout, or of directories of tasks."""
+    container: Literal["docker", "podman", "local"] | ContainerConfig = "docker"
+    """Program that runs the containers, or its commands. `local`: directories and namespaces of this host, without
+    images."""
+    mounts: dict[str, str] = Field(default_factory=dict)
+    """Directories of the host that `container: local` shows read-only, with their paths in the container."""
+    command_timeout_s: PositiveFloat = 30.0
+    """Maximum seconds of a command of the tool `bash`."""
+    max_output: PositiveInt = 10_000
+    """Maximum bytes of a command's output that the policy reads."""
+
+    @model_validator(mode="after")
+    def _can_run(self) -> HarborConfig:
+        from roll_environments.harbor import read_tasks
+        from roll_environments.workspaces import commands_of
+
+        try:
+            read_tasks(self.tasks)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"tasks: {error}") from error
+        if self.mounts and self.container != "local":
+            raise ValueError("mounts has no effect without container: local")
+        for source, target in self.mounts.items():
+            if not os.path.exists(os.path.expanduser(source)):
+                raise ValueError(f"mounts: {source} does not exist")
+            if not target.startswith("/"):
+                raise ValueError(f"mounts: {source} is shown at {target!r}, expected an absolute path")
+        if self.container == "local" and not sys.platform.startswith("linux"):
+            raise ValueError(f"container: local needs Linux, this is {sys.platform}")
+        container = self.container.model_dump() if isinstance(self.container, ContainerConfig) else self.container
+        for key, command in commands_of(container, self.mounts).items():
+            if command and shutil.which(command[0]) is None:
+                raise ValueError(f"container.{key}: {command[0]} is not a program on this host")
         return self
 
 

@@ -30,8 +30,9 @@ ENVIRONMENTS: tuple[tuple[str, str, str, Isolation, str], ...] = (
     ("textarena", "textarena_adapter:TextArena", "TextArenaConfig", "process", "Games of TextArena"),
     ("mcp", "mcp_adapter:McpServer", "McpConfig", "process", "The tools of an MCP server"),
     ("openenv", "openenv_adapter:OpenEnv", "OpenEnvConfig", "process", "Environments of an OpenEnv server"),
+    ("harbor", "harbor:Harbor", "HarborConfig", "process", "Tasks in Harbor's layout, each in a container"),
 )
-WITH_TOOLS = ("math_with_python", "local_search", "tools", "mcp")
+WITH_TOOLS = ("math_with_python", "local_search", "tools", "mcp", "harbor")
 
 
 @hookimpl

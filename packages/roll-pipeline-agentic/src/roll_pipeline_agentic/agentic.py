@@ -15,6 +15,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from roll_core.spec.pipeline import Run
     from roll_core.spec.providers import Isolation
     from roll_core.types import Group, Rollout, Sample, TokenIds
-    from roll_pipeline_agentic.config import EnvManagerConfig, EpisodeConfig
+    from roll_pipeline_agentic.config import EnvManagerConfig, EpisodeConfig, PricesConfig
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class EpisodeEnvironments:
         tags = list(config.custom_envs)
         self.with_success: set[str] = set()
         """Tags whose environments report success."""
+        self.prices = {tag: entry.prices for tag, entry in config.custom_envs.items() if entry.prices is not None}
         self.hosts = {tag: self._host(run, tag) for tag in tags if config.custom_envs[tag].environment}
         endpoint = config.agent_endpoint
         self.server = RecordingServer(endpoint.host, endpoint.port, endpoint.url)
@@ -254,7 +256,7 @@ class AgenticPipeline(EpisodeEnvironments, PolicyPipeline[AgenticConfig]):
     def batch_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics of a batch's samples and of its episodes."""
         samples = [sample for group in groups for sample in group.samples]
-        metrics = episode_metrics(samples, self.with_success) | self._host_metrics()
+        metrics = episode_metrics(samples, self.with_success, self.prices) | self._host_metrics()
         metrics |= {f"env/{tag}/{what}": float(number) for (tag, what), number in self.episodes.counts.items()}
         self.episodes.counts.clear()
         self._warn_of_forks(samples)
@@ -292,7 +294,7 @@ class AgenticPipeline(EpisodeEnvironments, PolicyPipeline[AgenticConfig]):
         samples = [sample for group in groups for sample in group.samples]
         run.log_samples(samples, split="val")
         self._host_metrics()  # those of a step do not contain the evaluation
-        metrics = episode_metrics(samples, self.with_success)
+        metrics = episode_metrics(samples, self.with_success, self.prices)
         return score_metrics([ScoredResponse.of(sample) for sample in samples]) | {
             f"val/{name}": value for name, value in metrics.items()
         }
@@ -320,7 +322,7 @@ class EvaluateEpisodesPipeline(EpisodeEnvironments, Evaluation[EvaluateEpisodesC
         program = partial(EpisodeGroup, self.episodes)
         groups = await run.rollout("actor_infer", prompts, params, n=manager.group_size, split="val", program=program)
         samples = [sample for group in groups for sample in group.samples]
-        run.log(episode_metrics(samples, self.with_success) | self._host_metrics())
+        run.log(episode_metrics(samples, self.with_success, self.prices) | self._host_metrics())
         return samples
 
 
@@ -376,10 +378,26 @@ NUM_TURNS = 8
 """Turns of an episode with metrics of their own."""
 
 
-def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = ()) -> dict[str, float]:
+def num_read(rollout: Rollout) -> int:
+    """Tokens of the prompts of all turns."""
+    lengths: list[int] = []
+    total = 0
+    for turn in rollout.turns:
+        prompt = len(turn.context_ids) + (0 if turn.parent is None else lengths[turn.parent])
+        lengths.append(prompt + len(turn.sampled_ids))
+        total += prompt
+    return total
+
+
+def episode_metrics(
+    samples: Sequence[Sample],
+    with_success: Collection[str] = (),
+    prices: Mapping[str, PricesConfig] = MappingProxyType({}),
+) -> dict[str, float]:
     """Metrics of episodes per environment, `env/<tag>/…`, and of their rows. Failed episodes count only as failed.
 
     Tags in `with_success` have the metric `success` also if no episode reports it. Each player of an episode counts.
+    Tags with prices have the metric `cost`.
     """
     metrics: dict[str, float] = {}
     by_tag: defaultdict[str, list[Sample]] = defaultdict(list)
@@ -404,6 +422,14 @@ def episode_metrics(samples: Sequence[Sample], with_success: Collection[str] = (
             / max(1, sum(len(turn.sampled_ids) for turn in replies)),
         }
         rollouts = [sample.rollout for sample in episodes if sample.rollout]
+        read, sampled = sum(map(num_read, rollouts)), sum(len(turn.sampled_ids) for turn in replies)
+        metrics |= {
+            f"env/{tag}/read_tokens/mean": read / len(rollouts),
+            f"env/{tag}/sampled_tokens/mean": sampled / len(rollouts),
+        }
+        if tag in prices:
+            cost = (prices[tag].read * read + prices[tag].sampled * sampled) / 1e6
+            metrics |= {f"env/{tag}/cost/mean": cost / len(rollouts), f"env/{tag}/cost/sum": cost}
         for index in range(min(max(turns), NUM_TURNS)):
             reached = [rollout.turns[index] for rollout in rollouts if len(rollout.turns) > index]
             prefix = f"env/{tag}/turn_{index + 1}"

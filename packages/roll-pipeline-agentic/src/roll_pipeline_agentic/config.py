@@ -76,6 +76,15 @@ class ResponseMaskConfig(Config):
         return self
 
 
+class PricesConfig(Config):
+    """`custom_envs.<tag>.prices`: prices of a million tokens, in any currency, for the metric `cost`."""
+
+    read: NonNegativeFloat = 0.0
+    """Of tokens that the policy read: the whole prompt of each turn, as hosted models count it."""
+    sampled: NonNegativeFloat = 0.0
+    """Of tokens that the policy sampled."""
+
+
 class AgenticEnvConfig(CustomEnvConfig):
     """`custom_envs.<tag>`: an environment, its options and its limits."""
 
@@ -106,6 +115,8 @@ class AgenticEnvConfig(CustomEnvConfig):
     """Maximum seconds of one turn of the environment."""
     score_timeout_s: PositiveFloat = 60.0
     """Maximum seconds to score an episode."""
+    prices: PricesConfig | None = None
+    """Prices of tokens, to report the cost of episodes. Default: no cost."""
     max_retries: NonNegativeInt = 2
     """Further attempts after an episode failed. After the last one the episode is excluded."""
     agent_timeout_s: PositiveFloat = 600.0

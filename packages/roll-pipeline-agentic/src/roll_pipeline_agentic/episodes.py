@@ -14,6 +14,7 @@ Players of an episode take turns. Each has a conversation, a rollout and a sampl
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, defaultdict
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -145,7 +146,7 @@ class EpisodeGroup(RolloutProgram):
                 if host is not None:
                     await slots.enter_async_context(host.slot())
             while True:
-                attempt = _Attempt(self, context, prompt, index)
+                attempt, begin = _Attempt(self, context, prompt, index), time.monotonic()
                 try:
                     if self._agent is not None:
                         samples = await attempt.play(self._agent)
@@ -153,6 +154,8 @@ class EpisodeGroup(RolloutProgram):
                         async with episodes.hosts[tag].environment() as environment:
                             samples = await attempt.run(environment)
                     episodes.consecutive_failures = 0
+                    host = self._agent or episodes.hosts[tag]
+                    host.seconds.setdefault("episode", []).append(time.monotonic() - begin)
                     return samples
                 except _PromptChanged:
                     episodes.counts[tag, "repeats"] += 1

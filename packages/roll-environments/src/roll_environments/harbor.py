@@ -1,0 +1,271 @@
+"""`harbor`: tasks in Harbor's layout, each in a container of its own, graded by the task's tests.
+
+    reset: start the container      step: run a command, or end      score: stop ──► copy the tests ──► run test.sh
+
+All processes of the policy and of its agent are gone before the tests are copied into the container.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from roll_core.spec.environment import Environment, Opening, Turn
+from roll_core.types import Reward
+from roll_environments.tool_calls import ToolCallError, correction, tool_calls, tool_schema, tool_turn
+from roll_environments.workspaces import Workspace, WorkspaceError, commands_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from roll_core.spec.environment import Message, Reply, Task
+    from roll_environments.tool_calls import ToolCall
+
+TESTS, RESULTS = "/tests", "/logs/verifier"
+CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
+TOOL = tool_schema("bash", "Run a command of bash in the container.", {"command": "The command."})
+UNSUPPORTED = {
+    ("environment", "gpus"): "a number of GPUs",
+    ("environment", "tpu"): "a TPU",
+    ("environment", "mcp_servers"): "MCP servers",
+    ("verifier", "environment"): "a verifier of its own",
+    ("verifier", "collect"): "commands before the collection of artifacts",
+}
+"""Keys of task.toml without an effect here, which change what a task is."""
+READ = """\
+for f in reward.json reward.txt; do
+  if [ -f "$1/$f" ] && [ ! -L "$1/$f" ]; then echo "$f"; head -c 65536 "$1/$f"; exit 0; fi
+done
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class HarborTask:
+    """One directory of a task."""
+
+    folder: Path
+    instruction: str
+    image: str
+    """Image of the container. Empty if `environment` has files or a Dockerfile for it."""
+    workdir: str
+    """Working directory. Empty: that of the image."""
+    grader_s: float
+    build_s: float
+    grader_env: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """Name of the directory."""
+        return self.folder.name
+
+
+def read_task(folder: Path) -> HarborTask:
+    """Read a directory in Harbor's layout. Raises `ValueError` with what is wrong and where."""
+    file = folder / "task.toml"
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: a task has task.toml, instruction.md and tests/test.sh")
+    try:
+        config = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    for section in ("environment", "verifier"):
+        if not isinstance(config.setdefault(section, {}), dict):
+            raise ValueError(f"{file}: {section} is {config[section]!r:.60}, expected a table")
+    if config.get("steps"):
+        raise ValueError(f"{file}: steps: tasks of several steps are not supported")
+    for (section, key), what in UNSUPPORTED.items():
+        if config[section].get(key):
+            raise ValueError(f"{file}: {section}.{key}: {what} is not supported")
+    if config["verifier"].get("environment_mode", "shared") != "shared":
+        raise ValueError(f"{file}: verifier.environment_mode: only shared is supported")
+    if config["environment"].get("os", "linux") != "linux":
+        raise ValueError(f"{file}: environment.os is {config['environment']['os']!r}, expected linux")
+    for name in ("instruction.md", "tests/test.sh"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing")
+    lines = (folder / "instruction.md").read_text(encoding="utf-8").split("\n")
+    while lines and (CANARY.match(lines[0].strip()) or not lines[0].strip()):
+        del lines[0]
+    return HarborTask(
+        folder=folder,
+        instruction="\n".join(lines).strip(),
+        image=_of(file, config, "environment", "docker_image", str, ""),
+        workdir=_of(file, config, "environment", "workdir", str, ""),
+        grader_s=_of(file, config, "verifier", "timeout_sec", float, 600.0),
+        build_s=_of(file, config, "environment", "build_timeout_sec", float, 600.0),
+        grader_env={key: str(value) for key, value in _of(file, config, "verifier", "env", dict, {}).items()},
+    )
+
+
+def _of(file: Path, config: Mapping[str, Any], section: str, key: str, kind: type, default: Any) -> Any:
+    value = config[section].get(key, default)
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if not (valid if kind is float else isinstance(value, kind)):
+        raise ValueError(f"{file}: {section}.{key} is {value!r:.60}, expected {kind.__name__}")
+    return value
+
+
+@lru_cache(maxsize=8)
+def read_tasks(folder: str) -> tuple[HarborTask, ...]:
+    """All tasks of a directory, by name. Raises `ValueError`."""
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory")
+    if (path / "task.toml").is_file():
+        return (read_task(path),)
+    folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    if not folders:
+        raise ValueError(f"{path} has no directories of tasks")
+    return tuple(read_task(child) for child in folders)
+
+
+class Harbor(Environment):
+    """One task in one container. The seed chooses the task, or the column `task` names it."""
+
+    def __init__(
+        self,
+        *,
+        tasks: str,
+        container: str | Mapping[str, Sequence[str]] = "docker",
+        mounts: Mapping[str, str] = MappingProxyType({}),
+        command_timeout_s: float = 30.0,
+        max_output: int = 10_000,
+    ) -> None:
+        self.tasks, self.commands = tasks, commands_of(container, mounts)
+        self.command_timeout_s, self.max_output = command_timeout_s, max_output
+        self.workspace: Workspace | None = None
+
+    @override
+    def reset(self, task: Task, seed: int) -> Opening:
+        tasks = read_tasks(self.tasks)
+        if "task" in task:
+            by_name = {known.name: known for known in tasks}
+            if task["task"] not in by_name:
+                raise ValueError(f"there is no task {task['task']!r} in {self.tasks}")
+            self.task = by_name[task["task"]]
+        else:
+            self.task = tasks[seed % len(tasks)]
+        self.workspace = self._started()
+        messages = [{"role": "user", "content": self.task.instruction}]
+        return Opening(messages=messages, tools=[TOOL], enter=self.workspace.enter)
+
+    @override
+    def step(self, reply: Reply) -> Turn:
+        if calls := list(tool_calls(reply)):
+            return tool_turn(reply, [self._run(call) for call in calls], reward=0.0)
+        return correction(reply, reward=0.0) or Turn(done=True)
+
+    @override
+    def score(self) -> Reward:
+        workspace = self._open
+        value, why = self._graded(workspace)
+        if value is None:
+            # Either the policy broke the grader, or it does not work at all: then no episode has a reward.
+            untouched = self._started()
+            try:
+                works, why = self._graded(untouched)
+                if works is None:
+                    raise RuntimeError(f"{self.task.folder}: tests/test.sh gives no reward to an untouched task: {why}")
+            finally:
+                untouched.close()
+        return Reward(value=value or 0.0, detail={"broken_grader": float(value is None), "task": self.task.name})
+
+    @override
+    def close(self) -> None:
+        workspace, self.workspace = self.workspace, None
+        if workspace is not None:
+            workspace.close()
+
+    @property
+    def _open(self) -> Workspace:
+        if self.workspace is None:
+            raise AssertionError("reset has not run")
+        return self.workspace
+
+    def _started(self) -> Workspace:
+        """A new container with the files of the task."""
+        task, files = self.task, self.task.folder / "environment"
+        image = task.image or f"roll-{_digest(files)}"
+        workspace = Workspace(self.commands, image=image, workdir=task.workdir)
+        try:
+            if not task.image and files.is_dir():
+                workspace.build(files, task.build_s)
+            workspace.start()
+            if files.is_dir() and not self.commands.get("build"):
+                workspace.put(files, task.workdir or "/app", skip=("Dockerfile", "docker-compose.yaml"))
+        except BaseException:
+            workspace.close()
+            raise
+        return workspace
+
+    def _run(self, call: ToolCall) -> tuple[Message, float]:
+        """The result of a call, and 1 if it failed."""
+        try:
+            if call.name != "bash":
+                raise ToolCallError(f"there is no tool {call.name}; the tool is bash")
+            command = call.arguments.get("command")
+            if not isinstance(command, str) or "\x00" in command:
+                raise ToolCallError("the argument command is missing, or no text")
+        except ToolCallError as error:
+            return call.error(error), 1.0
+        program = ["bash", "-c", command.encode("utf-8", "replace").decode()]
+        finished = self._open.run(program, timeout_s=self.command_timeout_s, max_bytes=self.max_output)
+        text = finished.output.decode(errors="replace")
+        if finished.code is None:
+            return call.error(f"took longer than {self.command_timeout_s:g} s and was stopped\n{text}"), 1.0
+        return call.result(f"{text}\n[exit code {finished.code}]" if finished.code else text), 0.0
+
+    def _graded(self, workspace: Workspace) -> tuple[float | None, str]:
+        """The reward that the tests state in a workspace; otherwise None and why there is none."""
+        task = self.task
+        workspace.stop()
+        variables = [f"{key}={os.path.expandvars(value)}" for key, value in task.grader_env.items()]
+        clean = 'rm -rf "$1"/* 2>/dev/null; mkdir -p "$1" && chmod 777 "$1" && [ -z "$(ls -A "$1")" ]'
+        try:
+            workspace.put(task.folder / "tests", TESTS)
+            if workspace.run(["sh", "-c", clean, "sh", RESULTS], timeout_s=30.0).code != 0:
+                return None, f"{RESULTS} cannot be emptied"
+            tested = workspace.run(["env", *variables, "bash", f"{TESTS}/test.sh"], timeout_s=task.grader_s)
+            if tested.code is None:
+                return None, f"took longer than {task.grader_s:g} s"
+            read = workspace.run(["sh", "-c", READ, "sh", RESULTS], timeout_s=30.0)
+        except WorkspaceError as error:  # the policy may have removed programs
+            return None, str(error)
+        name, _, text = read.output.decode(errors="replace").partition("\n")
+        try:
+            return _reward(json.loads(text) if name == "reward.json" else float(text)), ""
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            tail = tested.output.decode(errors="replace")[-300:]
+            return None, f"exit code {tested.code}, {name or 'no reward file'}: {error}: {tail}"
+
+
+def _reward(value: Any) -> float:
+    """The number of a reward file. Of several rewards, `reward`, or the only one. Raises `ValueError`."""
+    if isinstance(value, dict):
+        value = value["reward"] if "reward" in value or len(value) != 1 else next(iter(value.values()))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+        raise ValueError(f"the reward is {value!r:.60}, expected a number of at most {MAX_REWARD:g}")
+    return float(value)
+
+
+MAX_REWARD = 1e6
+
+
+def _digest(folder: Path) -> str:
+    """Digest of the files of a directory."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        if path.is_file():
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
