@@ -800,7 +800,7 @@ def test_the_pages_suite_passes_for_an_environment_that_is_right(tmp_path):
     assert len(set(kit(tmp_path, "test_page", WALK + suite))) == 11
 
 
-def test_the_pages_integrity_suite_passes_for_an_honest_environment(tmp_path):
+def test_the_pages_integrity_suite_passes(tmp_path):
     suite = example("docs/conformance.md", "EnvironmentIntegrity") + "\ndel EnvironmentIntegrity\n"
     assert set(kit(tmp_path, "test_tricks_page", WALK + suite)) == {"test_a_trick_gets_no_reward"}
 

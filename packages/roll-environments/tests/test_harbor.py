@@ -109,9 +109,9 @@ class TestTricks(EnvironmentIntegrity):
         return harbor(self.folder, command_timeout_s=3.0)
 
 
-def test_all_tricks_in_one_episode_get_no_reward(tmp_path: Path) -> None:
+def test_tricks_in_one_episode_get_no_reward(tmp_path: Path) -> None:
     folder = write(tmp_path / "task")
-    value, _ = reward(folder, "; ".join(f"({trick.shell}\n)" for trick in TRICKS if trick.shell))
+    value, _ = reward(folder, "; ".join(f"({trick.sh}\n)" for trick in TRICKS if trick.sh))
     assert value == 0
 
 

@@ -80,9 +80,9 @@ class PricesConfig(Config):
     """`custom_envs.<tag>.prices`: prices of a million tokens, in any currency, for the metric `cost`."""
 
     read: NonNegativeFloat = 0.0
-    """Of tokens that the policy read: the whole prompt of each turn, as hosted models count it."""
+    """Price of tokens that the policy read: the whole prompt of each turn, as hosted models count it."""
     sampled: NonNegativeFloat = 0.0
-    """Of tokens that the policy sampled."""
+    """Price of tokens that the policy sampled."""
 
 
 class AgenticEnvConfig(CustomEnvConfig):
