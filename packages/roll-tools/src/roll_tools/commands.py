@@ -374,7 +374,16 @@ def envs(words: Sequence[str], registry: Registry) -> int:
     if options.action == "list":
         return list_environments(registry)
     if options.action == "test":
-        return test_environment(options.name, options.settings, registry, task=options.task, expression=options.k)
+        from roll_core.cli.plugins import from_roll_testing
+
+        return test_environment(
+            options.name,
+            options.settings,
+            registry,
+            task=options.task,
+            expression=options.k,
+            run=from_roll_testing("roll_testing.integrity:test_environment"),
+        )
     if options.model and not options.engine:
         playing.error("--model has no effect without --engine")
     engine, max_turns = None, options.max_turns

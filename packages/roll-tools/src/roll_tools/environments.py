@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from roll_core.cli.plugins import from_roll_testing
 from roll_core.config.explain import code_of, findings
 from roll_core.data.media import received_message, with_parts
 from roll_core.errors import ConfigError, ConfigProblem, EnvironmentFailure
@@ -31,7 +30,7 @@ from roll_tools.engine_player import EngineError
 from roll_tools.settings import parse_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from roll_core.plugins.registry import Registry
     from roll_core.spec.environment import Message, Task
@@ -71,12 +70,15 @@ def play_environment(
     return asyncio.run(_play(cls(**options), owner, task, seed, engine, max_turns))
 
 
-def test_environment(name: str, settings: Sequence[str], registry: Registry, *, task: Task, expression: str) -> int:
-    """Run the conformance tests and the integrity kit on an environment. Returns 1 if a test fails, otherwise 0."""
+def test_environment(
+    name: str, settings: Sequence[str], registry: Registry, *, task: Task, expression: str, run: Callable[..., int]
+) -> int:
+    """Run the conformance tests and the integrity kit on an environment. Returns 1 if a test fails, otherwise 0.
+
+    `run` is `roll_testing.integrity.test_environment`.
+    """
     provider, options = _configured(name, settings, registry)
-    run = from_roll_testing("roll_testing.integrity:test_environment")
-    code: int = run(registry.owner(provider), provider.target, options, task, expression)
-    return code
+    return run(registry.owner(provider), provider.target, options, task, expression)
 
 
 def _configured(name: str, settings: Sequence[str], registry: Registry) -> tuple[EnvironmentProvider, dict[str, Any]]:
