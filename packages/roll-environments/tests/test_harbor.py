@@ -250,7 +250,7 @@ def test_mistakes_in_the_options_are_located(tmp_path: Path, options: dict[str, 
 def test_a_container_that_does_not_start_is_named(tmp_path: Path) -> None:
     commands = dict(commands_of("local", {}), start=["sh", "-c", "echo no daemon; exit 7"])
     environment = Harbor(tasks=str(write(tmp_path / "task")), container=commands)
-    with pytest.raises(WorkspaceError, match=r"container\.start.*exit code 7: no daemon"):
+    with pytest.raises(WorkspaceError, match=r"container\.start"):
         environment.reset({}, 0)
     environment.close()
 
