@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import pytest
 
 import roll_core as roll
+from roll_core.data.rows import read_rows
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
 from roll_core.plugins.targets import load_target
@@ -47,6 +50,26 @@ BENCHMARKS = {
         "hello world",
         "hello, world",
     ),
+    "gpqa": (
+        {"Record ID": "rec7", "Question": "Which is a metal?\n", "Correct Answer": "iron\n",
+         "Incorrect Answer 1": "neon", "Incorrect Answer 2": "argon", "Incorrect Answer 3": "xenon"},
+        "It is \\boxed{LETTER}.",
+        "It is \\boxed{OTHER}.",
+    ),
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def twice(x: int) -> int:\n    \"\"\"2 x\"\"\"\n", "entry_point": "twice",
+         "canonical_solution": "    return 2 * x\n",
+         "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(3) == 6\n"},
+        "```python\ndef twice(x: int) -> int:\n    return 2 * x\n```",
+        "```python\ndef twice(x: int) -> int:\n    return x * x\n```",
+    ),
+    "livecodebench": (
+        {"question_content": "Add two numbers.", "starter_code": "class Solution:\n    def add(self, a, b):\n        ",
+         "question_id": "3000", "difficulty": "easy", "metadata": json.dumps({"func_name": "add"}),
+         "public_test_cases": json.dumps([{"input": "1\n2", "output": "3", "testtype": "functional"}])},
+        "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```",
+        "```python\nclass Solution:\n    def add(self, a, b):\n        return a\n```",
+    ),
 }  # fmt: skip
 
 
@@ -58,12 +81,18 @@ def test_fragment_reads_and_scores_rows_of_the_benchmark(name, tmp_path, monkeyp
     (tmp_path / "run.yaml").write_text(CONFIG.replace("NAME", name), encoding="utf-8")
     config = roll.check("run.yaml", ["validation.data_args.file_name=rows.jsonl"]).config
     (options,) = config.rewards.values()
+    (read,) = read_rows(config.validation.data_args)
+    prompt = read.values[config.validation.data_args.prompt]
+    if name == "gpqa":  # the letter before the right choice in the prompt
+        (letter,) = re.findall(r"\(([A-D])\) iron\n", prompt)
+        right, wrong = right.replace("LETTER", letter), wrong.replace("OTHER", "B" if letter == "A" else "A")
+        assert sorted(re.findall(r"\([A-D]\) (\w+)", prompt)) == ["argon", "iron", "neon", "xenon"]
     registry = load_registry()
     provider = registry.find(RewardProvider, options.reward)
     reward = load_target(provider.target, owner=registry.owner(provider))(options)
     reward.start()
     try:
-        assert [reward.score(requesting(text, **row)).value for text in (right, wrong)] == [1.0, 0.0]
+        assert [reward.score(requesting(text, **read.values)).value for text in (right, wrong)] == [1.0, 0.0]
     finally:
         reward.close()
 
@@ -74,3 +103,16 @@ def test_missing_file_of_a_benchmark_is_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         roll.check("run.yaml")
     assert "gsm8k.jsonl" in str(caught.value)
+
+
+def test_choices_of_gpqa_have_every_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = BENCHMARKS["gpqa"][0]
+    rows = [{**row, "Record ID": f"rec{number}"} for number in range(400)]
+    (tmp_path / "gpqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("NAME", "gpqa"), encoding="utf-8")
+    data = roll.check("run.yaml").config.validation.data_args
+    read = read_rows(data)
+    letters = Counter(row.values["ground_truth"] for row in read)
+    assert all(70 <= letters[letter] <= 130 for letter in "ABCD")  # 100, with a deviation of 8.7
+    assert [row.values for row in read_rows(data)] == [row.values for row in read]

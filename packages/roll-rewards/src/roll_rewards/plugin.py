@@ -70,6 +70,9 @@ def roll_config_fragments() -> Iterator[FragmentProvider]:
         ("math_500", "MATH-500: four responses, by subject"),
         ("aime", "AIME: 64 responses"),
         ("ifeval", "IFEval: one greedy response, all instructions"),
+        ("gpqa", "GPQA: four responses, choices in a random order"),
+        ("humaneval", "HumanEval: ten responses, programs in the sandbox"),
+        ("livecodebench", "LiveCodeBench: ten responses, programs in the sandbox, by difficulty"),
     ):
         yield FragmentProvider(name=name, target=f"roll_rewards.fragments.config:{name}.yaml", summary=summary)
 

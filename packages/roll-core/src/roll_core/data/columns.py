@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import DataError, closest, install_command
+from roll_core.spec.config import COLUMN_FILTERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from jinja2.sandbox import SandboxedEnvironment
 
@@ -16,7 +19,8 @@ class ColumnExpressions:
     """Computes the columns of rows.
 
     An expression alone, `{{ tests }}`, keeps the type of its value. Any other template is text. Both see the columns of
-    the row by name, all of them as `row`, and the name of the file as `file_name`.
+    the row by name, all of them as `row`, and the name of the file as `file_name`. Besides Jinja's filters there are
+    `from_json` and `shuffled(seed)`.
     """
 
     def __init__(self, columns: Mapping[str, str], file_name: str) -> None:
@@ -27,6 +31,7 @@ class ColumnExpressions:
         except ImportError as error:
             raise DataError(f"data_args.columns needs {install_command('jinja2')}") from error
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_finalized)
+        environment.filters |= dict(zip(COLUMN_FILTERS, (json.loads, _shuffled), strict=True))
         self._file_name = file_name
         self._columns = {name: _compiled(environment, text) for name, text in columns.items()}
 
@@ -50,6 +55,12 @@ class ColumnExpressions:
                 raise DataError(f"{where}: {type(error).__name__}: {error}") from error
             computed[name] = value
         return {**values, **computed}
+
+
+def _shuffled(values: Iterable[Any], seed: object) -> list[Any]:
+    """The values in a random order that depends only on the text of `seed`, on every machine."""
+    items = list(values)
+    return random.Random(str(seed)).sample(items, len(items))
 
 
 def _finalized(value: Any) -> Any:

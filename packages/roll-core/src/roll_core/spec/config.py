@@ -482,6 +482,10 @@ def _of_the_template(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+COLUMN_FILTERS = ("from_json", "shuffled")
+"""Filters of the templates in `data_args.columns` besides Jinja's own, see `roll_core.data.columns`."""
+
+
 class DataArguments(Config):
     """`data_args`: data files, and the meaning of their columns."""
 
@@ -593,9 +597,11 @@ class DataArguments(Config):
             with contextlib.suppress(ImportError):  # reading rows reports it
                 from jinja2 import Environment, TemplateSyntaxError
 
+                environment = Environment()
+                environment.filters |= dict.fromkeys(COLUMN_FILTERS, str)
                 for name, text in columns.items():
                     try:
-                        Environment().compile(text)
+                        environment.compile(text)
                     except TemplateSyntaxError as error:
                         raise ValueError(f"{name}: {error.message} in {text!r}") from error
         return columns
