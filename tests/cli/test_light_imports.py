@@ -72,7 +72,7 @@ CASES = {
     "plugins --json": (["plugins", "--json"], ("pydantic", "yaml", "rich", "hydra", "omegaconf"), 220),
     "check": (["check", "plain.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 350),
     "plan": (["plan", "random.yaml"], ("hydra", "omegaconf", "numpy"), 450),
-    "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 350),
+    "check with a mistake": (["check", "wrong.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 351),
     "run with a mistake in its rows": (["run", "wrong_rows.yaml"], ("rich", "hydra", "omegaconf", "numpy"), 400),
     "checkpoint list": (["checkpoint", "list", "run"], ("rich", "hydra", "omegaconf", "numpy"), 280),
     "help of import": (["import", "roll", "--help"], ("rich", "hydra", "omegaconf"), 350),

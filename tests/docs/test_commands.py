@@ -41,6 +41,7 @@ SHORT = {
     **{command: ["run.yaml"] for command in ("run", "check", "plan", "import roll")},
     **{command: ["run"] for command in ("report", "watch", "checkpoint list", "checkpoint verify")},
     "checkpoint convert": ["run", "out"],
+    "filter": ["model", "run.yaml", "-o", "rows.jsonl"],
     "new": ["reward", "name"],
     "import": ["roll", "run.yaml"],
 }

@@ -102,7 +102,7 @@ FRAGMENTS = {
 OF_A_ROLE = ("strategy_args:", "device_mapping:")
 """Beginnings of parts that stand below a role."""
 ENVIRONMENT = re.compile("^environment: ", re.MULTILINE)
-"""Parts of docs/environments.md: some need a package that the shared environment lacks."""
+"""Entries of `custom_envs`: some need a package that the shared environment lacks."""
 ELSEWHERE = {"reward: palindrome", "acme_small:", "environment: my_env:", "agent: my_agent:"}
 TUTORIAL = {f"docs/own-{name}.md" for name in ("reward", "data", "environment", "plugin", "pipeline")}
 """Pages whose files `test_tutorial.py` runs in order."""
@@ -548,13 +548,12 @@ def test_the_pages_agent_plays_and_its_config_is_accepted(tmp_path, monkeypatch)
 
 
 def test_environments_of_the_page_match_its_configs(tmp_path, monkeypatch):
-    page = "docs/environments.md"
     monkeypatch.chdir(tmp_path)
-    Path("counter_env.py").write_text(example(page, "class Counter"), encoding="utf-8")
+    Path("counter_env.py").write_text(example("docs/environments.md", "class Counter"), encoding="utf-8")
     Path("documents.jsonl").write_text('{"title": "Oslo", "text": "The capital of Norway."}\n', encoding="utf-8")
     registry, named = load_registry(), set()
     for at, _, text in examples("yaml"):
-        if at == page and ENVIRONMENT.search(text):
+        if at in ("docs/environments.md", "docs/tasks.md") and ENVIRONMENT.search(text):
             given = yaml.safe_load(text.replace("my_env:Counter", "counter_env:Counter"))
             provider = registry.find(providers.EnvironmentProvider, given["environment"])
             schema = load_target(provider.config, owner=provider.name)

@@ -31,6 +31,7 @@ NAMES_OF_OTHERS = {
     "bitsandbytes": "bnb_4bit_use_double_quant",
     "CUDA and Linux": "cudaIpcMemHandle_t pidfd_getfd ptrace_scope amx_bf16",
     "DeepSpeed and Megatron": "offload_states torch_dist",
+    "Harbor": "network_mode storage_mb",
     "NeMo-RL": "use_leave_one_out_baseline",
     "papers on distillation": "kl_discount_factor teacher_update_rate",
     "pluggy and uv": "warn_on_impl uv.toml",

@@ -43,7 +43,7 @@ PROJECTORS = ("merger", "multi_modal_projector")
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """Directory of each model type."""
-    return {name: tiny_vision(tmp_path_factory.mktemp(name), name) for name in MODEL_TYPES}
+    return {name: tiny_vision(tmp_path_factory.mktemp(name), name) for name in {*MODEL_TYPES, *VIDEO_TYPES}}
 
 
 @pytest.fixture

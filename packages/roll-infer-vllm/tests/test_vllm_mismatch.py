@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import cloudpickle
 import pytest
 from vllm_live import CACHE, start
 
@@ -14,12 +13,14 @@ from roll_testing.models import write_checkpoint
 from shared_tests.mismatched_engine import Mismatched, Stale, corrupted, first, prompt_of, temperature_of
 
 pytestmark = pytest.mark.engine("vllm")
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """One engine for all plants; its process runs functions of this module."""
+    import cloudpickle  # vLLM requires it
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     spec = write_checkpoint(
         tmp_path_factory.mktemp("mismatch") / "model",
         {**SMALL, "bos_token_id": 2},

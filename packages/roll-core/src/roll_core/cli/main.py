@@ -44,6 +44,7 @@ commands of roll-tools, which `pip install 'roll-core[train]'` brings:
   doctor [CONFIG] [--json]          check this machine and its software, and suggest fixes
   doctor mismatch CONFIG | RUN      name the cause why trainer and engine disagree
   eval MODEL... CONFIG [key=value]  score models on held-out prompts, side by side
+  filter MODEL CONFIG -o FILE       write the training rows that a model solves sometimes
   audit CONFIG|DATA [key=value ...] check rows, tokenizer and chat template, and show which tokens are trained
   checkpoint list | verify RUN...   list checkpoints, or compare their files with the recorded digests
   checkpoint convert RUN OUT        write a checkpoint's model as a directory for transformers

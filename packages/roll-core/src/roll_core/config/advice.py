@@ -106,7 +106,7 @@ ADVICE = (
         pipelines=("rlvr",),
         low=8,
         high=4096,
-        seen="512 {dapo}; 1024 {verl}; 1024 {deepseekmath}",
+        seen="512 {dapo}; 1024 {verl}",
     ),
     Advice(
         key="num_return_sequences_in_group",
