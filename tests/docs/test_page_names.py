@@ -37,7 +37,6 @@ NAMES_OF_OTHERS = {
     "pluggy and uv": "warn_on_impl uv.toml",
     "Ray": "RAY_health_check_period_ms RAY_health_check_timeout_ms RAY_health_check_failure_threshold"
     " RAY_gcs_rpc_server_reconnect_timeout_s",
-    "SGLang": "sgl_kernel",
     "SLURM": "KillWait",
     "transformers": "BitsAndBytesConfig",
     "TRL": "cpo_alpha rpo_alpha mean_token_accuracy trainer_state",

@@ -214,8 +214,10 @@ def implied_keys(config: Any) -> dict[str, Any]:
     elif config.model_type == "minimax_m2":
         rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         implied = {"use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": int(config.head_dim * rotated)}
-    elif config.model_type == "hy_v3" and "sparse" in config.mlp_layer_types:
+    elif config.model_type == "glm4_moe_lite" and "sparse" in config.mlp_layer_types:
         implied = {"first_k_dense_replace": config.mlp_layer_types.index("sparse")}
+    elif config.model_type == "lfm2":
+        implied = dict.fromkeys(("conv_dim", "block_dim"), config.hidden_size)
     elif config.model_type in ("cohere2", "cohere2_moe") and config.sliding_window:
         return {"sliding_window": config.sliding_window - 1}  # vLLM adds 1, and transformers does not
     elif rope := interleaved_rope(config):

@@ -37,7 +37,7 @@ RL = ("rlvr", "agentic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class UsualRange:
     """Usual values of a key under a condition."""
 
     key: str
@@ -57,9 +57,9 @@ class Advice:
 
 def _rates(
     role: str, pipelines: tuple[str, ...], method: str, full: tuple[float, float, str], lora: tuple[float, float, str]
-) -> Iterator[Advice]:
+) -> Iterator[UsualRange]:
     for adapters, (low, high, seen) in ((False, full), (True, lora)):
-        yield Advice(
+        yield UsualRange(
             key=f"{role}.training_args.learning_rate",
             method=f"{method}, {'LoRA' if adapters else 'all parameters'}",
             pipelines=pipelines,
@@ -100,7 +100,7 @@ ADVICE = (
         (1e-6, 1e-4, "9e-6 {openrlhf}; 1e-5 {verl}"),
         (1e-5, 1e-3, "10 × all parameters {lora}"),
     ),
-    Advice(
+    UsualRange(
         key="rollout_batch_size",
         method="RL: prompts of a batch",
         pipelines=("rlvr",),
@@ -108,7 +108,7 @@ ADVICE = (
         high=4096,
         seen="512 {dapo}; 1024 {verl}",
     ),
-    Advice(
+    UsualRange(
         key="num_return_sequences_in_group",
         method="GRPO: responses to a prompt",
         pipelines=("rlvr",),
@@ -117,7 +117,7 @@ ADVICE = (
         seen="5 {verl}; 8 {trl}; 16 {dapo}; 64 {deepseekmath}",
         where={"adv_estimator": "grpo"},
     ),
-    Advice(
+    UsualRange(
         key="pg_clip",
         method="PPO's clip range",
         pipelines=RL,
@@ -126,7 +126,7 @@ ADVICE = (
         seen="0.2 {ppo}; 0.2 {verl}; 0.2 {trl}",
         where={"pg_variant": "ppo"},
     ),
-    Advice(
+    UsualRange(
         key="pg_clip_high",
         method="upper clip range (clip-higher)",
         pipelines=RL,
@@ -135,7 +135,7 @@ ADVICE = (
         seen="0.28 {dapo}",
         where={"pg_variant": "ppo"},
     ),
-    Advice(
+    UsualRange(
         key="kl_loss_coef",
         method="KL in the loss",
         pipelines=RL,
@@ -144,7 +144,7 @@ ADVICE = (
         seen="0.001 {verl}; 0.04 {deepseekmath}",
         where={"use_kl_loss": True},
     ),
-    Advice(
+    UsualRange(
         key="init_kl_coef",
         method="KL in the reward",
         pipelines=RL,
@@ -153,7 +153,7 @@ ADVICE = (
         seen="0.01 {openrlhf}; 0.02 {instructgpt}",
         where={"add_token_level_kl": True},
     ),
-    Advice(
+    UsualRange(
         key="beta",
         method="DPO",
         pipelines=("preference",),
@@ -162,7 +162,7 @@ ADVICE = (
         seen="0.1 {dpo}; 0.1 {trl}; 0.1 {olmo}",
         where={"loss_type": ["sigmoid"]},
     ),
-    Advice(
+    UsualRange(
         key="actor_infer.generating_args.temperature",
         method="RL: temperature of rollouts",
         pipelines=RL,
@@ -170,7 +170,7 @@ ADVICE = (
         high=1.3,
         seen="1.0 {dapo}; 1.0 {verl}; 1.0 {trl}",
     ),
-    Advice(
+    UsualRange(
         key="response_length",
         method="RL: tokens of a response",
         pipelines=("rlvr",),
@@ -199,12 +199,12 @@ def advice_warnings(config: RunConfig) -> dict[str, str]:
 
 
 def sources(seen: str, *, linked: bool) -> str:
-    """The text of `Advice.seen` with the names of the sources, or links to them."""
+    """The text of `UsualRange.seen` with the names of the sources, or links to them."""
     links = SOURCES if linked else {key: link[1:].partition("]")[0] for key, link in SOURCES.items()}
     return seen.format_map(links)
 
 
-def _applies(config: RunConfig, advice: Advice) -> bool:
+def _applies(config: RunConfig, advice: UsualRange) -> bool:
     """True if the model of the key's role, or of the policy, is pretrained, and has adapters as in `advice`."""
     roles = config.roles()
     role = roles.get(advice.key.partition(".training_args")[0]) or roles.get(config.policy_role)
