@@ -385,6 +385,7 @@ def offload_and_measure(rank: int, case: Case, step: Step, parts: Sequence[State
     def used() -> int:
         return int(case.platform().memory(rank)["used"])
 
+    gc.collect()  # strategies of earlier calls may be in reference cycles, and their memory is not free
     with built(case, rank) as strategy:
         take_step(strategy, step)
         accumulate(strategy, step)
