@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -230,6 +231,10 @@ def test_filter_writes_rows_in_the_window_of_pass_rates(local_runs, evaluation, 
     assert rates_of(everything) == [sum(rewards[str(row["id"])]) / 8 for row in originals]
     assert some == [row for row in everything if 0 < row["pass_rate"] < 1]
     assert f"{len(some)} of 64 rows" in capfd.readouterr().out
+    few = ["actor_train.data_args.max_samples=3", "num_return_sequences_in_group=2", "exp_name=few"]
+    assert main([*words, *few, "-o", "few.parquet", "--all"]) == 0
+    assert [row["id"] for row in pq.read_table("few.parquet").to_pylist()] == [row["id"] for row in originals[:3]]
+    assert len(read_lines(local_runs.folder / "output" / "few" / "001" / "samples.jsonl")) == 6
     # The file is the data of a run, by its measured difficulty.
     config["actor_train"]["data_args"]["file_name"] = "all.jsonl"
     curriculum = config | {"prompt_sampler": "pass_rate", "prompt_sampler_options": {"low": 0.2, "revisit": 0.0}}

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 HARNESS_PIPELINE = "evaluate_harness"
 """Pipeline of `roll-core eval --harness`, of roll-pipeline-agentic."""
+_GROUP_SIZE = "num_return_sequences_in_group"
 _SCORE = re.compile(
     r"val/(?:(?P<tag>.+)/)?(?P<name>score/mean|(?:pass|best|maj)@\d+|response_length/mean|response_length/cut_share"
     r"|reward_failures)"
@@ -59,8 +60,8 @@ def evaluations(
 
     `config` is that of an evaluation, or of a training run with `validation`. A model is a directory or a hub id, or a
     run or a checkpoint, whose model is converted first unless the run has exported it. With `training`, the prompts of
-    a training run are its training rows, with the sampling parameters and the group size of its rollouts. With
-    `harness`, the models are scored by its `tasks` instead of prompts.
+    a training run are its training rows, with the sampling parameters and the group size of its rollouts, to which
+    overrides apply as well. With `harness`, the models are scored by its `tasks` instead of prompts.
     """
     composed = compose(config, [], registry)
     if composed.problems:
@@ -77,7 +78,12 @@ def evaluations(
             role = schema_of(provider, RunConfig, owner=registry.owner(provider)).policy_role
             if shared["pipeline"] != "evaluate" or role not in values:
                 raise UnsupportedError(f"{config}: pipeline {provider.name} does not train on responses to rows")
-            shared["validation"] = _training_prompts(values, role)
+            of_rows = [word for word in overrides if re.match(rf"[+~]*({role}|{_GROUP_SIZE})\b", word)]
+            overrides = [word for word in overrides if word not in of_rows]
+            composed = compose(config, of_rows, registry)
+            if composed.problems:
+                raise ConfigError(composed.problems)
+            shared["validation"] = _training_prompts(composed.data, role)
         source = values = shared
         name += "-filter" if training else f"-{harness}" if harness else "-eval"
     args = (values.get("actor_infer") or {}).get("model_args") or {}
@@ -103,7 +109,7 @@ def evaluations(
 def _training_prompts(values: Mapping[Any, Any], role: str) -> dict[str, Any]:
     """The key `validation` for the prompts and sampling parameters of the rollouts of a training run."""
     generating = dict((values.get("actor_infer") or {}).get("generating_args") or {})
-    group_size = values.get("num_return_sequences_in_group", PromptKeys().num_return_sequences_in_group)
+    group_size = values.get(_GROUP_SIZE, PromptKeys().num_return_sequences_in_group)
     return {
         "data_args": (values.get(role) or {}).get("data_args") or {},
         "generating_args": {**generating, "num_return_sequences": group_size},
