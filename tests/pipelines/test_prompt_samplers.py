@@ -102,6 +102,11 @@ def test_a_restored_order_continues_with_the_same_prompts():
         order(rows([None] * 8)).load_state("", half.state(""))
 
 
+def test_missing_pass_rates_are_not_measured():
+    assert [rates.pass_rate(0) for rates in order(rows([float("nan")])).samplers.values()] == [None]
+    assert [rates.is_inside(0) for rates in order(rows([float("nan")])).samplers.values()] == [True]
+
+
 def test_a_damaged_pass_rate_is_located():
     with raises_error(DataError, "row 1", "pass_rate"):
         order(rows([0.5, "many"]))

@@ -23,7 +23,8 @@ import numpy as np
 from typing_extensions import override
 
 from roll_core.data.rollouts import sample_of_rollout
-from roll_core.errors import CheckpointMismatchError, EnvironmentsFailedError
+from roll_core.errors import EnvironmentsFailedError
+from roll_core.pipelines.evaluate import check_terms
 from roll_core.pipelines.plans import evaluate
 from roll_core.pipelines.score_metrics import CI_HIGH, CI_LOW
 from roll_core.spec.agent import Session
@@ -222,12 +223,7 @@ class EvaluateHarnessPipeline(Pipeline[EvaluateHarnessConfig]):
     @override
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Raises `CheckpointMismatchError` if the scores so far are those of another model or other tasks."""
-        saved, terms = state["terms"], self.config.terms
-        if changed := [key for key in terms if saved.get(key) != terms[key]]:
-            raise CheckpointMismatchError(
-                f"the checkpoint has the scores of an evaluation with another {', '.join(changed)}: remove"
-                " resume_from_checkpoint, or give the evaluation the values of the resumed run"
-            )
+        check_terms(state["terms"], self.config.terms)
         self.scores = [TaskScores(**scores) for scores in state["scores"]]
 
     @override

@@ -212,7 +212,7 @@ def filter_rows(words: Sequence[str], registry: Registry) -> int:
     parser.epilog = "example: roll-core filter Qwen/Qwen3-8B grpo.yaml -o train.filtered.jsonl"
     parser.add_argument(
         "words", metavar="MODEL | CONFIG | key=value", nargs="*",
-        help="one model (as for eval), one config, and overrides of the evaluation's keys",
+        help="one model (as for eval), one config, and overrides of its rows and group size, or of the evaluation",
     )  # fmt: skip
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, required=True, help="new file: .jsonl or .parquet")
     parser.add_argument("--low", type=float, default=0.0, help="lower bound, exclusive (default: 0)")

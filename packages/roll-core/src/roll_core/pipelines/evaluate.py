@@ -71,12 +71,7 @@ class Evaluation(Pipeline[EvaluationT]):
     @override
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Raises `CheckpointMismatchError` if the scores so far are those of another model or other prompts."""
-        saved, terms = state["terms"], self.config.terms
-        if changed := [key for key in terms if saved.get(key) != terms[key]]:
-            raise CheckpointMismatchError(
-                f"the checkpoint has the scores of an evaluation with another {', '.join(changed)}: remove"
-                " resume_from_checkpoint, or give the evaluation the values of the resumed run"
-            )
+        check_terms(state["terms"], self.config.terms)
         self.responses = [ScoredResponse(**response) for response in state["responses"]]
 
 
@@ -91,3 +86,12 @@ class EvaluatePipeline(Evaluation[EvaluateConfig]):
     @override
     async def batch(self, run: Run, index: int) -> list[Sample]:
         return await self.validation.batch(run, index)
+
+
+def check_terms(saved: Mapping[str, Any], terms: Mapping[str, Any]) -> None:
+    """Raise `CheckpointMismatchError` if `saved` terms of a checkpoint differ from those of the config."""
+    if changed := [key for key in terms if saved.get(key) != terms[key]]:
+        raise CheckpointMismatchError(
+            f"the checkpoint has the scores of an evaluation with another {', '.join(changed)}: remove"
+            " resume_from_checkpoint, or give the evaluation the values of the resumed run"
+        )

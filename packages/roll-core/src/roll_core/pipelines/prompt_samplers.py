@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,12 +74,14 @@ class PassRateSampler(PromptSampler):
             if value is None or value == "":
                 continue
             try:
-                self.given[index] = float(value)
+                rate = float(value)
             except (TypeError, ValueError) as error:
                 raise DataError(
                     f"row {row.id}: column {self.column!r} has {value!r}, expected a pass rate"
                     " (prompt_sampler_options.column)"
                 ) from error
+            if not math.isnan(rate):  # pandas writes NaN for a missing value
+                self.given[index] = rate
 
     def pass_rate(self, row: int) -> float | None:
         """Last measured pass rate of a row; None if there is none."""
