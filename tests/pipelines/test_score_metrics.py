@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_core.pipelines.best_of_k import best_of_k, majority_of_k
-from roll_core.pipelines.score_metrics import ScoredResponse, paired_differences, score_metrics
+from roll_core.pipelines.score_metrics import paired_differences, score_metrics
+from roll_core.runtime.records.scores import ScoredResponse
 from roll_core.types import Reward, Sample
 
 

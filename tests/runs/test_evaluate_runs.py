@@ -10,12 +10,12 @@ import yaml
 
 from roll_core.cli.main import main
 from roll_core.config import load
-from roll_core.errors import CheckpointMismatchError, ConfigError, DataError
+from roll_core.errors import CheckpointError, CheckpointMismatchError, ConfigError, DataError
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.run.loop import execute
 from roll_testing.errors import raises_error
 from roll_testing.runs import TINY
-from roll_tools.evaluation import evaluations
+from roll_tools.evaluation import evaluations, score_differences
 
 REWARD = '''
 import math
@@ -82,7 +82,10 @@ def test_numbers_equal_those_of_a_validation(local_runs, evaluation):
     assert scores(first[-1]) == scores(before)
     config["actor_infer"]["model_args"].pop("random_init")
     exported = config | {"pretrain": str(trained.run_dir.export), "tokenizer": None}
-    assert scores(local_runs.metrics(local_runs.ok(exported))[-1]) == scores(after)
+    result = local_runs.ok(exported)
+    assert scores(local_runs.metrics(result)[-1]) == scores(after)
+    pairs = score_differences({"validation": trained.run_dir, "evaluation": result.run_dir})
+    assert {cell for _, cells in pairs.rows for cell in cells} == {"+0 [+0, +0] of 32 prompts"}
 
 
 def test_resumed_evaluation_equals_an_uninterrupted_one(local_runs, evaluation):
@@ -92,11 +95,33 @@ def test_resumed_evaluation_equals_an_uninterrupted_one(local_runs, evaluation):
     loaded = load(evaluation(exp_name="half"), [], local_runs.registry)
     killed = execute(loaded, local_runs.registry, callbacks=[EndsInStep3()])
     assert isinstance(killed.error, RuntimeError)
+    with killed.run_dir.scores.open("a", encoding="utf-8") as stream:
+        stream.write('{"step": 4, "responses": [{"prompt"')  # killed while it wrote the next step
     resumed = local_runs.ok(evaluation(exp_name="half", resume_from_checkpoint=True))
     assert scores(local_runs.metrics(resumed)[-1]) == scores(local_runs.metrics(whole)[-1])
     assert local_runs.timeless(resumed) == local_runs.timeless(whole)
-    # Only the batch of step 3 is generated and scored twice.
+    # Only the batch of step 3 is generated and scored twice, and recorded once.
     assert len(calls(local_runs)) == num_whole + 5 * 8 * 4
+    assert len(read_lines(resumed.run_dir.samples)) == num_whole
+    assert resumed.run_dir.scores.read_bytes() == whole.run_dir.scores.read_bytes()
+    assert [row["step"] for row in read_lines(whole.run_dir.scores)] == [1, 2, 3, 4]
+
+
+def test_checkpoints_do_not_grow_with_the_scores(local_runs, evaluation):
+    result = local_runs.ok(evaluation(max_ckpt_to_keep=0))
+    states = [path / "state.json" for path in result.run_dir.checkpoints.glob("step-*")]
+    sizes = [path.stat().st_size for path in states]
+    assert len(sizes) == 4
+    assert max(sizes) - min(sizes) < 10
+
+
+@pytest.mark.parametrize("lost", ["file", "step"])
+def test_resume_without_the_scores_is_a_located_error(lost, local_runs, evaluation):
+    result = local_runs.ok(evaluation(max_steps=3))
+    lines = result.run_dir.scores.read_text(encoding="utf-8").splitlines(keepends=True)
+    result.run_dir.scores.write_text("".join([] if lost == "file" else lines[1:]), encoding="utf-8")
+    with raises_error(CheckpointError, "scores.jsonl"):
+        local_runs.ok(evaluation(resume_from_checkpoint=True))
 
 
 def test_resume_refuses_scores_of_other_settings(local_runs, evaluation):

@@ -29,7 +29,7 @@ from roll_core.pipelines.evaluate import Evaluation
 from roll_core.pipelines.experience import sample_metrics
 from roll_core.pipelines.prompt_order import PromptOrder, RowOrder, group_filter, mean_counts
 from roll_core.pipelines.rlvr import PolicyPipeline
-from roll_core.pipelines.score_metrics import ScoredResponse, score_metrics
+from roll_core.pipelines.score_metrics import validation_metrics
 from roll_core.pipelines.stages import (
     CollectRollouts,
     PolicyStages,
@@ -295,9 +295,7 @@ class AgenticPipeline(EpisodeEnvironments, PolicyPipeline[AgenticConfig]):
         run.log_samples(samples, split="val")
         self._host_metrics()  # those of a step do not contain the evaluation
         metrics = episode_metrics(samples, self.with_success, self.prices)
-        return score_metrics([ScoredResponse.of(sample) for sample in samples]) | {
-            f"val/{name}": value for name, value in metrics.items()
-        }
+        return validation_metrics(samples) | {f"val/{name}": value for name, value in metrics.items()}
 
 
 class EvaluateEpisodesPipeline(EpisodeEnvironments, Evaluation[EvaluateEpisodesConfig]):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.run_dir import RunDir
 
 _MOST_OTHER_CHARTS = 120
+_MOST_KEYS_IN_HEADING = 4
 _MISSING = "–"
 _HIGHER = ("score", "reward", "accurac", "margins", "tokens_per_s", "/acc")
 _NEITHER = (
@@ -100,17 +101,23 @@ def write_comparison(runs: Sequence[RunDir], path: Path) -> Path:
     # Minimum and maximum beside a mean, and times, are only in the table.
     others = [name for name in names if name not in key and not name.startswith("time/")]
     drawn = [name for name in others if not name.endswith(("/min", "/max")) and _changes(compared, name)]
+    differences = config_differences([run.config for run in compared])
+    changed = [key for key, _ in differences if key != "exp_name"]
+    paired = {
+        run.label: directory for run, directory in zip(compared, runs, strict=True) if _same_prompts(run, compared[0])
+    }
     html = template("comparison.html.j2").render(
         runs=compared,
+        changed=changed if len(changed) <= _MOST_KEYS_IN_HEADING else [],
         scores=run_scores({run.label: run.metrics for run in compared}),
-        differences_of_scores=score_differences(dict(zip([run.label for run in compared], runs, strict=True))),
+        differences_of_scores=score_differences(paired),
         key_rows=[_metric_row(compared, name) for name in key],
         other_rows=[_metric_row(compared, name) for name in names if name not in key],
         key_charts=overlay_json([run.label for run in compared], [(name, _lines(compared, name)) for name in key]),
         other_charts=overlay_json(
             [run.label for run in compared], [(name, _lines(compared, name)) for name in drawn[:_MOST_OTHER_CHARTS]]
         ),
-        differences=config_differences([run.config for run in compared]),
+        differences=differences,
         unreadable=[run.label for run in compared if run.config is None],
         written=tables.date(time.time()),
     )
@@ -152,6 +159,18 @@ def _compared_run(run: RunDir, label: str) -> ComparedRun:
         config=config,
         config_hash=config_hash(run.config),
     )
+
+
+def _same_prompts(run: ComparedRun, other: ComparedRun) -> bool:
+    """True if both configs name the same held-out rows or episodes. Ids of prompts are often only numbers of rows."""
+    return _held_out(run.config or {}) == _held_out(other.config or {})
+
+
+def _held_out(config: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("validation.data_args.", "custom_envs.", "val_env_manager.")
+    held_out = {key: value for key, value in config.items() if key.startswith(keys) and value is not None}
+    episodes = any(key.startswith("val_env_manager.") for key in held_out)
+    return held_out | ({"seed": config.get("seed")} if episodes else {})
 
 
 def _lines(runs: Sequence[ComparedRun], name: str) -> list[list[tuple[float, float]]]:

@@ -21,7 +21,7 @@ from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.pipelines.keys import PromptKeys
 from roll_core.plugins.targets import schema_of
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
-from roll_core.runtime.records.run_files import number, read_lines
+from roll_core.runtime.records.scores import last_responses
 from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import PipelineProvider
 from roll_tools.charts import figure
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from roll_core.config import LoadedConfig
-    from roll_core.pipelines.score_metrics import ScoredResponse
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.run_dir import RunDir
+    from roll_core.runtime.records.scores import ScoredResponse
 
 HARNESS_PIPELINE = "evaluate_harness"
 """Pipeline of `roll-core eval --harness`, of roll-pipeline-agentic."""
@@ -189,7 +189,7 @@ def run_scores(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> ScoreTable 
 def score_differences(runs: Mapping[str, RunDir]) -> ScoreTable | None:
     """Paired differences of each run's scores to those of the first run; None without two evaluations.
 
-    Only of runs whose `samples.jsonl` has all responses of the evaluation.
+    Only of runs whose `scores.jsonl` has the evaluation.
     """
     from roll_core.pipelines.score_metrics import paired_differences
 
@@ -207,17 +207,10 @@ def score_differences(runs: Mapping[str, RunDir]) -> ScoreTable | None:
 
 
 def responses_of(run: RunDir) -> list[ScoredResponse]:
-    """All responses of a run's evaluation; empty if the file has only some, or is damaged."""
-    from roll_core.pipelines.score_metrics import ScoredResponse
+    """All responses of a run's last evaluation; empty if `scores.jsonl` lacks some."""
     from roll_core.runtime.records.tracking import read_metrics
 
-    rows = {row.get("id"): row for row in read_lines(run.samples) if row.get("split") == "val"}
-    if len(rows) != _last_evaluation(read_metrics(run.metrics)).get("val/num_samples"):
-        return []
-    try:
-        return [ScoredResponse.of_row(row | {"reward": number(row.get("reward"))}) for row in rows.values()]
-    except (KeyError, TypeError, ValueError):
-        return []
+    return last_responses(run.scores, int(_last_evaluation(read_metrics(run.metrics)).get("val/num_samples", 0)))
 
 
 def _last_evaluation(metrics: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

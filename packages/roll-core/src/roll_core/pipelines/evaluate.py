@@ -2,23 +2,24 @@
 
 for batch in prompts, in the order of the file:
     groups      = responses of the engine, scored by the rewards
-    checkpoint    of the scores so far, from which a resumed run continues
+    scores.jsonl  has a line of each step, which a resumed run continues
 metrics of all responses: see `score_metrics`
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
-from roll_core.errors import CheckpointMismatchError
+from roll_core.errors import CheckpointError, CheckpointMismatchError
 from roll_core.pipelines.config import EvaluateConfig, EvaluationConfig
 from roll_core.pipelines.plans import evaluate
-from roll_core.pipelines.score_metrics import ScoredResponse, score_metrics
+from roll_core.pipelines.score_metrics import score_metrics
 from roll_core.pipelines.stages import Validation
+from roll_core.runtime.records.run_dir import RunDir
+from roll_core.runtime.records.scores import ScoredResponse, last_responses
 from roll_core.spec.pipeline import Pipeline, Run
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Evaluation(Pipeline[EvaluationT]):
     @override
     def prepare(self, run: Run) -> int:
         self.responses: list[ScoredResponse] = []
+        self.scores = RunDir(run.dir).scores
         num_batches = self.load(run)
         return min(num_batches, self.config.max_steps or num_batches)
 
@@ -66,13 +68,20 @@ class Evaluation(Pipeline[EvaluationT]):
 
     @override
     def state(self) -> Mapping[str, Any]:
-        return {"terms": self.config.terms, "responses": [asdict(response) for response in self.responses]}
+        return {"terms": self.config.terms, "num_responses": len(self.responses)}
 
     @override
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises `CheckpointMismatchError` if the scores so far are those of another model or other prompts."""
+        """Raises `CheckpointMismatchError` if the scores so far are those of another model or other prompts, and
+        `CheckpointError` if the run directory of the checkpoint lacks them."""
         check_terms(state["terms"], self.config.terms)
-        self.responses = [ScoredResponse(**response) for response in state["responses"]]
+        number = state.get("num_responses", 0)
+        self.responses = last_responses(self.scores, number)
+        if not number or len(self.responses) != number:
+            raise CheckpointError(
+                f"{self.scores} was copied from the run of the checkpoint and lacks the {number} responses that it"
+                " counts: the file was deleted, or an earlier version wrote it; remove resume_from_checkpoint"
+            )
 
 
 class EvaluatePipeline(Evaluation[EvaluateConfig]):

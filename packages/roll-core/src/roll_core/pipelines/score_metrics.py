@@ -12,15 +12,15 @@ import math
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from roll_core.pipelines.best_of_k import best_of_k, majority_of_k
+from roll_core.runtime.records.scores import ScoredResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from typing import Self
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -37,53 +37,9 @@ PromptValues: TypeAlias = "dict[str, dict[str, tuple[float, float]]]"
 """By metric and prompt: a sum and its count. The metric is the sum over prompts of the one, over that of the other."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredResponse:
-    """What metrics read of a response. Plain values, for checkpoints."""
-
-    prompt: str
-    """Id of its prompt, and of its player."""
-    tag: str
-    score: float | None
-    """None if the reward failed."""
-    answer: str
-    """The answer that the reward extracted; empty if there is none."""
-    num_tokens: int
-    """Sampled tokens."""
-    cut: bool
-    """True if the response ended at the maximum number of tokens."""
-
-    @classmethod
-    def of(cls, sample: Sample) -> Self:
-        """The metrics' part of a sample."""
-        reward = sample.reward
-        return cls(
-            prompt=f"{sample.group_id}/{sample.player}" if sample.player else sample.group_id,
-            tag=sample.tag,
-            score=None if reward is None else reward.value,
-            answer=_answer_of({} if reward is None else reward.detail),
-            num_tokens=int((sample.versions >= 0).sum()),
-            cut=sample.finish_reason == "length",
-        )
-
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> Self:
-        """The same of a row of `samples.jsonl`. Raises `KeyError` or `TypeError` if it is damaged."""
-        score, detail = row.get("reward"), row.get("detail", {})
-        return cls(
-            prompt=f"{row['group']}/{row['player']}" if row.get("player") else row["group"],
-            tag=row.get("tag", ""),
-            score=None if score is None else float(score),
-            answer=_answer_of(detail if isinstance(detail, dict) else {}),
-            num_tokens=int(row.get("response_tokens", 0)),
-            cut=row.get("finish") == "length",
-        )
-
-
-def _answer_of(detail: Mapping[str, float | str]) -> str:
-    """The text `answer` of a reward's detail, or of a part of a composite."""
-    texts = (text for name, text in detail.items() if name.rpartition("/")[2] == "answer")
-    return next((text for text in texts if isinstance(text, str)), "")
+def validation_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """`score_metrics` of the samples of an evaluation."""
+    return score_metrics([ScoredResponse.of(sample) for sample in samples])
 
 
 def score_metrics(responses: Sequence[ScoredResponse]) -> dict[str, float]:

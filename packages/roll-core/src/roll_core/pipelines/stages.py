@@ -43,7 +43,7 @@ from roll_core.pipelines.experience import (
     without_experts,
 )
 from roll_core.pipelines.prompt_order import SampledOrder, domains
-from roll_core.pipelines.score_metrics import ScoredResponse, score_metrics
+from roll_core.pipelines.score_metrics import validation_metrics
 from roll_core.runtime.records.mismatch import NOISE, SAMPLING, LogprobBatch, command, write_logprobs
 from roll_core.runtime.rollout.program import GreedyBaseline
 from roll_core.runtime.rollout.requests import stable_seed
@@ -173,11 +173,11 @@ class Validation:
         return None if config.validation is None else cls(run, config, config.validation, source=source)
 
     async def evaluate(self, run: Run) -> Mapping[str, float]:
-        """Publish the weights, generate responses and score them. Returns the metrics of `score_metrics`."""
+        """Publish the weights, generate responses and score them. Returns the metrics of `validation_metrics`."""
         await run.publish_weights(self.source, "actor_infer")
         samples = [sample for index in range(self.num_batches) for sample in await self.batch(run, index)]
         run.log_samples(samples, split="val")
-        return score_metrics([ScoredResponse.of(sample) for sample in samples])
+        return validation_metrics(samples)
 
     async def batch(self, run: Run, index: int) -> list[Sample]:
         """Generate and score responses to a batch of prompts."""

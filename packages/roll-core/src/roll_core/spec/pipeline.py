@@ -376,7 +376,10 @@ class Run(ABC):
 
     @abstractmethod
     def log_samples(self, samples: Sequence[Sample], *, split: Split = "train", all: bool = False) -> None:
-        """Record samples in `samples.jsonl`: the first few of each step, or `all`."""
+        """Record samples in `samples.jsonl`: the first few of each step, or `all`. Of the split `val`, which an
+        evaluation passes in one call, also all scores in `scores.jsonl`.
+
+        The step is that of `log_images`; with `all`, always the current one."""
 
     @abstractmethod
     def log_images(self, images: Sequence[bytes], captions: Sequence[str], *, split: Split = "train") -> None:

@@ -82,6 +82,8 @@ class RunDir:
     """Metrics, one line per step."""
     samples = _Entry("samples.jsonl")
     """First samples of each step, as text."""
+    scores = _Entry("scores.jsonl")
+    """Scores of all held-out responses, for runs that have any."""
     images = _Entry("images.jsonl")
     """Images of samples, for runs that have any."""
     media = _Entry("media")

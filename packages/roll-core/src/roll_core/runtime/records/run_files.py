@@ -132,6 +132,11 @@ class LineWriter:
             while line:  # a nearly full disk writes only a part
                 line = line[self._stream.write(line) :]
 
+    def flush(self) -> None:
+        """Return once all lines are on the disk. Raises `RunFileError`."""
+        with writing(self.path):
+            os.fsync(self._stream.fileno())
+
     def check(self) -> None:
         """Raise `RunFileError` if the file was deleted or replaced."""
         check_in_place(self._stream, self.path)
@@ -335,8 +340,8 @@ class SamplesFile(LineWriter):
         ]
 
 
-class ImagesFile:
-    """Writes grids of images, each with captions. The file exists only if there are any."""
+class OptionalLines:
+    """Appends objects to a file that exists only if there are any."""
 
     def __init__(self, path: Path, *, history: Path | None = None, resumed_step: int = 0) -> None:
         """`history` and `resumed_step` are as for `LineWriter`."""
@@ -345,12 +350,12 @@ class ImagesFile:
         if history is not None and (history / path.name).exists():
             self._file = LineWriter(path, history=history, resumed_step=resumed_step)
 
-    def write(self, step: int, images: Sequence[bytes], captions: Sequence[str], *, split: str) -> None:
-        """Record one grid of PNG images."""
+    def append(self, row: Mapping[str, Any], *, flush: bool = False) -> None:
+        """Append one object. `flush`: return once it is on the disk. Raises `RunFileError`."""
         self._file = self._file or LineWriter(self.path)
-        shown = zip(images, captions, strict=True)
-        rows = [{"png": b64encode(png).decode("ascii"), "caption": caption} for png, caption in shown]
-        self._file.append({"step": step, "split": split, "images": rows})
+        self._file.append(row)
+        if flush:
+            self._file.flush()
 
     def check(self) -> None:
         """Raise `RunFileError` if the file was deleted or replaced."""
@@ -361,6 +366,16 @@ class ImagesFile:
         """Close the file; may be called more than once."""
         if self._file is not None:
             self._file.close()
+
+
+class ImagesFile(OptionalLines):
+    """Writes grids of images, each with captions."""
+
+    def write(self, step: int, images: Sequence[bytes], captions: Sequence[str], *, split: str) -> None:
+        """Record one grid of PNG images."""
+        shown = zip(images, captions, strict=True)
+        rows = [{"png": b64encode(png).decode("ascii"), "caption": caption} for png, caption in shown]
+        self.append({"step": step, "split": split, "images": rows})
 
 
 def _short(metadata: Mapping[str, Any], prompt: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from roll_core.runtime.records.media_folder import MediaFolder
     from roll_core.runtime.records.run_dir import RunDir
     from roll_core.runtime.records.run_files import ImagesFile, SamplesFile
+    from roll_core.runtime.records.scores import ScoresFile
     from roll_core.runtime.rollout.program import Scorer
     from roll_core.runtime.rollout.recording import BatchFacts, Recorder
     from roll_core.runtime.rollout.scoring import RewardRouter
@@ -90,6 +91,7 @@ class ActiveRun(Run):
         ledger: Ledger,
         guards: Guards,
         samples: SamplesFile,
+        scores: ScoresFile,
         images: ImagesFile,
         media: MediaFolder,
         recorder: Recorder,
@@ -116,7 +118,7 @@ class ActiveRun(Run):
         """`WeightSyncController.publish`. Set by `start_roles`."""
         self.guards = guards
         self.registry, self._data, self._ledger, self._samples = registry, data, ledger, samples
-        self._images, self._media, self._recorder = images, media, recorder
+        self._scores, self._images, self._media, self._recorder = scores, images, media, recorder
         self._metrics: dict[str, float] = {}
         self._retries = 0
         """Retried reward calls up to the last batch."""
@@ -161,7 +163,10 @@ class ActiveRun(Run):
 
     @override
     def log_samples(self, samples: Sequence[Sample], *, split: Split = "train", all: bool = False) -> None:
-        self._samples.write(self.step + (split == "train"), samples, split=split, limited=not all)
+        step = self.step + (split == "train" or all)
+        self._samples.write(step, samples, split=split, limited=not all)
+        if split == "val":
+            self._scores.write(step, samples)
 
     @override
     def log_images(self, images: Sequence[bytes], captions: Sequence[str], *, split: Split = "train") -> None:

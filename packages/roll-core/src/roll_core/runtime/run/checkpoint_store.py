@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RUN_FILES = ("config.yaml", "run.json", "metrics.jsonl", "samples.jsonl", "images.jsonl", "media", "trackers")
+RUN_FILES = (
+    "config.yaml", "run.json", "metrics.jsonl", "samples.jsonl", "scores.jsonl", "images.jsonl", "media", "trackers"
+)  # fmt: skip
 """Files and directories of a run that are copied beside its checkpoints, so that a resumed run has its history."""
 RETRY_S = (1.0, 5.0)
 """Pauses in seconds before an upload is tried again."""

@@ -58,6 +58,7 @@ from roll_core.runtime.records.media_folder import MediaFolder
 from roll_core.runtime.records.record import RunFacts, RunRecord, earlier_checkpoints, finished_run
 from roll_core.runtime.records.run_dir import AUTO, RunDir, find_checkpoint, sweep_checkpoints
 from roll_core.runtime.records.run_files import ImagesFile, SamplesFile, explained, writing
+from roll_core.runtime.records.scores import ScoresFile
 from roll_core.runtime.records.tracking import MetricsFile, Trackers, read_metrics
 from roll_core.runtime.records.trends import ScoreTrends
 from roll_core.runtime.rollout.recording import Recorder
@@ -422,8 +423,9 @@ class _Driver:
             history=history,
             resumed_step=resumed_step,
         )
+        scores = ScoresFile(run_dir.scores, history=history, resumed_step=resumed_step)
         images = ImagesFile(run_dir.images, history=history, resumed_step=resumed_step)
-        for file in (samples, images):
+        for file in (samples, scores, images):
             stack.callback(file.close)
             self.file_checks.append(file.check)
         self.guards = Guards(config.guards, on_event=self.record.guard_event)
@@ -436,6 +438,7 @@ class _Driver:
             ledger=self.ledger,
             guards=self.guards,
             samples=samples,
+            scores=scores,
             images=images,
             media=media,
             recorder=Recorder(run_dir.path, history=history, resumed_step=resumed_step),
