@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from binary_search import BinarySearch
 
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_pipeline_agentic.environments.frozen_lake import FrozenLake
-from roll_pipeline_agentic.environments.guess_number import BinarySearch, GuessNumber
+from roll_pipeline_agentic.environments.guess_number import GuessNumber
 from roll_pipeline_agentic.environments.sokoban import Sokoban
 
 SEEDS = range(20)

@@ -512,11 +512,6 @@ class FlowAlgorithmConfig(Config):
         return options_of("window", self.window)(**self.window_options)
 
     @property
-    def advantage_settings(self) -> Config:
-        """The advantage's options with defaults."""
-        return options_of("advantage", self.advantage)(**self.advantage_options)
-
-    @property
     def objective_inputs(self) -> frozenset[str]:
         """Inputs of the objective, see `BuiltInObjective.inputs`. An objective of the user declares them as an
         attribute of the function; default: `USER_INPUTS`."""

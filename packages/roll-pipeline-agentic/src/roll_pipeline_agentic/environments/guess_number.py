@@ -54,19 +54,3 @@ class GuessNumber(Environment):
     def _state(self) -> str:
         """What the replies so far imply."""
         return f"{self.candidates[0]}-{self.candidates[1]}"
-
-
-class BinarySearch:
-    """Oracle: guesses the middle of the numbers that are left."""
-
-    def __init__(self, *, low: int = 1, high: int = 100) -> None:
-        self.low, self.high, self.guess = low, high, 0
-
-    def reply(self, message: str) -> str:
-        """The guess after a message of the environment."""
-        if message == "higher":
-            self.low = self.guess + 1
-        elif message == "lower":
-            self.high = self.guess - 1
-        self.guess = (self.low + self.high) // 2
-        return str(self.guess)
