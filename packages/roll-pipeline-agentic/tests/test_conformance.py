@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from binary_search import BinarySearch
-
 from roll_core.spec.environment import Reply
 from roll_pipeline_agentic.environments.frozen_lake import FrozenLake
 from roll_pipeline_agentic.environments.guess_number import GuessNumber
 from roll_pipeline_agentic.environments.nim import Nim
 from roll_pipeline_agentic.environments.sokoban import Sokoban
 from roll_testing import EnvironmentConformance, EnvironmentIntegrity
+from shared_tests.binary_search import BinarySearch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from binary_search import BinarySearch
 
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_pipeline_agentic.environments.frozen_lake import FrozenLake
 from roll_pipeline_agentic.environments.guess_number import GuessNumber
 from roll_pipeline_agentic.environments.sokoban import Sokoban
+from shared_tests.binary_search import BinarySearch
 
 SEEDS = range(20)
 MAKE = {

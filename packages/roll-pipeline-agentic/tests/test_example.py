@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from binary_search import BinarySearch
 
 from roll_core.config import load
 from roll_core.data.media import received_message
@@ -19,6 +18,7 @@ from roll_core.plugins.registry import Registry
 from roll_core.spec.agent import Session
 from roll_core.spec.environment import Reply
 from roll_pipeline_agentic.environments.guess_number import GuessNumber
+from shared_tests.binary_search import BinarySearch
 from shared_tests.hf_plugins import hf_plugins
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
