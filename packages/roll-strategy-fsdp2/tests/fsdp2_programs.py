@@ -18,6 +18,7 @@ from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling import blocks
+from roll_modeling.optimizer import clip_factor, create_optimizer
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
 from roll_testing.bench import share
@@ -162,6 +163,27 @@ def train(rank: int, job: Job, num_steps: int = 3) -> dict[str, Any]:
             "base": scored(strategy, job, base=True) if "lora" in job.model else {},
             "memory": dict(strategy.memory()),
         }
+
+
+def shards_beside_whole_matrices(rank: int, job: Job) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Parameters before and after steps, and after steps of the same optimizer on whole tensors and gradients."""
+    with built(rank, job) as strategy:
+        parameters = strategy.optimizer.parameters
+        whole = {name: each.detach().full_tensor().clone().requires_grad_() for name, each in parameters.items()}
+        before = {name: each.detach().numpy().copy() for name, each in whole.items()}
+        optimizer = create_optimizer(whole, job.training)
+        for _ in range(3):
+            strategy.forward_backward(micros(strategy, job, sequences()), objective(job))
+            for name, each in parameters.items():
+                whole[name].grad = each.grad.full_tensor().clone()
+            stats = strategy.optimizer_step()
+            for group in optimizer.param_groups:
+                group["lr"] = stats.learning_rate
+            for each in whole.values():
+                each.grad.mul_(clip_factor(stats.grad_norm, job.training.max_grad_norm))
+            optimizer.step()
+        after = {name: each.detach().full_tensor().numpy().copy() for name, each in parameters.items()}
+        return {name: (before[name], after[name], each.detach().numpy()) for name, each in whole.items()}
 
 
 def scored(strategy: TrainStrategy, job: Job, base: bool = False) -> dict[str, np.ndarray]:

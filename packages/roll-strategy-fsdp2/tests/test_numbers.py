@@ -16,12 +16,14 @@ from fsdp2_programs import (
     LORA,
     MOE,
     TINY,
+    TRAINING,
     Job,
     ask_for_adapters,
     lose_and_go_on,
     model_spec,
     scored,
     sequences,
+    shards_beside_whole_matrices,
     skip_and_go_on,
     step,
     train,
@@ -373,3 +375,23 @@ def test_non_finite_loss_of_a_rank_ends_the_call_on_all_ranks(ranks, name):
         assert "s4" in error.message
         assert after["step"] == alone_after["step"]
         assert furthest(after["weights"], alone_after["weights"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config"),
+    [
+        (2, {}),
+        pytest.param(3, {}, marks=pytest.mark.engine),
+        pytest.param(2, TENSOR, marks=pytest.mark.engine),
+        pytest.param(4, TENSOR, marks=pytest.mark.engine),
+        pytest.param(2, {"offload_policy": True}, marks=pytest.mark.engine),
+    ],
+)
+def test_muon_steps_whole_matrices(ranks, world_size, config):
+    training = replace(TRAINING, optimizer="roll_core.algorithms.optimizers:muon", warmup_steps=0)
+    job = Job(world_size=world_size, config=config, training=training)
+    for found in ranks(shards_beside_whole_matrices, job):
+        assert any(".layers." in name and before.ndim == 2 for name, (before, _, _) in found.items())
+        for before, sharded, whole in found.values():
+            assert np.abs(whole - before).max() > 1e-4
+            np.testing.assert_allclose(sharded, whole, rtol=0, atol=1e-6)

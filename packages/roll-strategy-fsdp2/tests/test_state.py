@@ -48,6 +48,7 @@ pytestmark = pytest.mark.engine
 
 BF16 = {"dtype": "bf16"}
 TENSOR = {"tensor_model_parallel_size": 2}
+MUON = "roll_core.algorithms.optimizers:muon"
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,11 @@ def saved(ranks, tmp_path_factory):
     ],
 )
 @pytest.mark.parametrize("done", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done, later):
-    job = Job(world_size=2, model=model, config={"async_save_ckpt": True} if later else {})
+@pytest.mark.parametrize("optimizer", ["", MUON])
+def test_a_loaded_state_continues_bit_for_bit(ranks, saved, model, done, later, optimizer):
+    training = replace(TRAINING, optimizer=optimizer)
+    config = {"async_save_ckpt": True} if later else {}
+    job = Job(world_size=2, model=model, config=config, training=training)
     folder, straight = saved(job, done)
     # Adapters stand on a model that is not part of the state.
     resumed = ranks(continue_after, job.with_(model=model | {"seed": 3 if "lora" in model else 99}), folder, done)

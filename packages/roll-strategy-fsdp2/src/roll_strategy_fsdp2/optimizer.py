@@ -1,6 +1,7 @@
 """The optimizer on this rank's shards.
 
-The update is elementwise, so only the gradient norm requires communication.
+Updates are elementwise, so that only the gradient norm requires communication. Muon is the exception: its matrices are
+gathered one after another, and each rank orthogonalises whole matrices (Liu et al., arXiv:2502.16982, section 2.3).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from roll_core.algorithms.optimizers import Joint
 from roll_core.errors import UnsupportedError
 from roll_core.spec.train import ParameterState, StepStats
 from roll_modeling.optimizer import (
@@ -69,12 +71,41 @@ class ShardedOptimizer:
                 torch._foreach_mul_(gradients, factor)
             for group in self.torch_optimizer.param_groups:
                 group["lr"] = learning_rate
-            self.torch_optimizer.step()
+            self._update()
             self.step_count += 1
             if not self.training.ema_per_batch:
                 self.move_averages()
         self.clear()
         return StepStats(grad_norm=norm, learning_rate=learning_rate, skipped=skipped)
+
+    def _update(self) -> None:
+        torch_optimizer = self.torch_optimizer
+        for optimizer in torch_optimizer.parts if isinstance(torch_optimizer, Joint) else (torch_optimizer,):
+            if isinstance(optimizer, torch.optim.Muon):
+                self._step_muon(optimizer)
+            else:
+                optimizer.step()
+
+    @torch.no_grad()
+    def _step_muon(self, muon: torch.optim.Muon) -> None:
+        """Step Muon, whose momentum is sharded. torch's own step would orthogonalise each shard by itself."""
+        parameters = {id(share): self.parameters[name] for name, share in self.shares.items()}
+        for group in muon.param_groups:
+            options = {name: group[name] for name in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+            for share in group["params"]:
+                parameter, state, gradient = parameters[id(share)], muon.state[share], share.grad
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(share)
+                momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+                direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                update = torch.zeros(parameter.shape, device=self.device, requires_grad=True)
+                update.grad = like(parameter, direction.to(self.device)).full_tensor()
+                plain = torch.optim.Muon(
+                    [update], lr=group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, **options
+                )
+                plain.step()  # type: ignore[no-untyped-call]
+                share.mul_(1 - group["lr"] * group["weight_decay"])
+                share.add_(update.detach()[shard_of(as_dtensor(parameter))].to(share.device))
 
     def move_averages(self) -> None:
         """Move the averages toward this rank's shards, with the decay of the last step."""

@@ -71,10 +71,10 @@ def muon(
         )
     if others := {name: tensor for name, tensor in parameters.items() if name not in hidden}:
         parts.append(adamw(others, training))
-    return _Joint(parts)
+    return Joint(parts)
 
 
-class _Joint(torch.optim.Optimizer):
+class Joint(torch.optim.Optimizer):
     """Several optimizers of disjoint parameters as one."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:

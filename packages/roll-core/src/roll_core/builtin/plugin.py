@@ -134,19 +134,20 @@ def roll_optimizers() -> Iterator[OptimizerProvider]:
     """torch's optimizers that language models are trained with."""
     module = "roll_core.algorithms.optimizers"
     summary = "AdamW (arXiv:1711.05101)"
-    yield OptimizerProvider(name="adamw", target=f"{module}:adamw", summary=summary, elementwise=True)
+    yield OptimizerProvider(name="adamw", target=f"{module}:adamw", summary=summary, sharded=True)
     yield OptimizerProvider(
         name="sgd",
         target=f"{module}:sgd",
         config="roll_core.algorithms.options:SGDOptions",
         summary="Gradient descent with momentum",
-        elementwise=True,
+        sharded=True,
     )
     yield OptimizerProvider(
         name="muon",
         target=f"{module}:muon",
         config="roll_core.algorithms.options:MuonOptions",
         summary="Orthogonalised momentum for matrices, AdamW for the rest (Muon, arXiv:2502.16982)",
+        sharded=True,
     )
 
 

@@ -249,7 +249,7 @@ class StrategyCheck:
         if not _runs(can, optimizer):
             known = self.parts.registry.providers(TrainProvider)
             able = [other.name for other in known if not other.forward_only and _runs(other.capabilities, optimizer)]
-            only = "AdamW" if can.optimizers == "adamw" else "elementwise optimizers, because it shards matrices"
+            only = "AdamW" if can.optimizers == "adamw" else "optimizers of sharded matrices"
             message = f"found {name}, but {self.provider.name} runs only {only}"
             self.report((*path, "optimizer"), message, f"strategies that run it: {', '.join(able)}", code="ROLL-C017")
         elif self.data.get("portable_checkpoints") is True:
@@ -539,7 +539,7 @@ def _trains_adapters(model_args: dict[Any, Any]) -> bool:
 
 def _runs(capabilities: TrainCapabilities, optimizer: OptimizerProvider) -> bool:
     """True if a strategy runs this optimizer, which is not AdamW."""
-    return capabilities.optimizers == "any" or (capabilities.optimizers == "elementwise" and optimizer.elementwise)
+    return capabilities.optimizers == "any" or (capabilities.optimizers == "sharded" and optimizer.sharded)
 
 
 # -- images and videos -------------------------------------------------------------------------------------------------

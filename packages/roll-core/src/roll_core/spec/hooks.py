@@ -265,7 +265,7 @@ def roll_optimizers() -> Iterable[OptimizerProvider]:
 
     @hookimpl
     def roll_optimizers():
-        yield OptimizerProvider(name="rmsprop", target="acme:rmsprop", summary="RMSprop", elementwise=True)
+        yield OptimizerProvider(name="rmsprop", target="acme:rmsprop", summary="RMSprop", sharded=True)
     ```
     """
     yield from ()

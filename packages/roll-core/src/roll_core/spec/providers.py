@@ -68,9 +68,9 @@ class TrainCapabilities:
     """Trains on sequences with videos, too."""
     router_replay: bool = False
     """Routes tokens to given experts: honours `ModelSpec.router_replay` and `MicroBatch.routed_experts_TMK`."""
-    optimizers: Literal["adamw", "elementwise", "any"] = "adamw"
-    """Optimizers besides AdamW that it runs: honours `TrainingSpec.optimizer`. `elementwise`: those of
-    `OptimizerProvider.elementwise`, because a rank has only shards of matrices."""
+    optimizers: Literal["adamw", "sharded", "any"] = "adamw"
+    """Optimizers besides AdamW that it runs: honours `TrainingSpec.optimizer`. `sharded`: those of
+    `OptimizerProvider.sharded`, because a rank has only shards of matrices."""
     activations: bool = False
     """Returns activations by module: `TrainStrategy.activations`, for `roll-core doctor mismatch`."""
     any_world_size: bool = False
@@ -297,9 +297,9 @@ class PolicyLossProvider(Provider):
 class OptimizerProvider(Provider):
     """Offers an optimizer; `target` is a function, see `roll_core.spec.train.OptimizerFactory`."""
 
-    elementwise: bool = False
-    """True if the update of an element depends only on its own value, gradient and state. Strategies that shard
-    matrices run only such optimizers."""
+    sharded: bool = False
+    """True if it can step the shards of matrices: the update of an element depends only on its own value, gradient and
+    state, or it is `torch.optim.Muon`, whose matrices the strategy gathers. Alone, or a part of `Joint`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
