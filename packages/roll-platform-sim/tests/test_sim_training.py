@@ -22,10 +22,15 @@ from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_core.types import TrainSequence
+from roll_strategy_fsdp2.config import FSDP2Config
+from roll_strategy_fsdp2.strategy import FSDP2Strategy
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.models import QWEN3
+from roll_testing.ranks import free_port
 
+TRAINING = TrainingSpec(learning_rate=1e-3, num_steps=9, max_grad_norm=1.0)
+MODEL = ModelSpec(random_init={**QWEN3, "vocab_size": 61}, seed=0)
 LENGTHS = (5, 3, 7, 2, 4, 6)
 NAMES = ("ppo", "gspo", "clip_cov")
 LOSSES = {name: policy_objective(policy_loss=f"{policy_losses.__name__}:{name}", kl_coef=0.1) for name in NAMES}
@@ -55,9 +60,8 @@ def microbatches(**fields):
 
 
 def trainer():
-    strategy = HFTrainStrategy(HFTrainConfig(), TrainingSpec(learning_rate=1e-3, num_steps=9, max_grad_norm=1.0))
-    model = ModelSpec(random_init={**QWEN3, "vocab_size": 61}, seed=0)
-    strategy.build(model, MeshInfo(role="student", device="sim:0"))
+    strategy = HFTrainStrategy(HFTrainConfig(), TRAINING)
+    strategy.build(MODEL, MeshInfo(role="student", device="sim:0"))
     return strategy
 
 
@@ -81,6 +85,11 @@ def test_a_microbatch_moves_in_one_copy_that_does_not_block():
     assert torch.equal(back.tokens_T, micro.tokens_T)
 
 
+def num_waits(trace):
+    """Number of times that the host waited for a device."""
+    return sum(num for event, num in trace.events.items() if event.kind == "wait" or "blocking" in event.what)
+
+
 @on_devices()
 @pytest.mark.parametrize("name", NAMES)
 def test_a_training_step_waits_twice_for_the_device(name):
@@ -90,13 +99,37 @@ def test_a_training_step_waits_twice_for_the_device(name):
     with Trace() as trace:
         metrics = strategy.forward_backward(microbatches(), LOSSES[name])
         strategy.optimizer_step()
-    blocking = [event for event in trace.events if event.kind == "wait" or "blocking" in event.what]
-    assert sum(trace.events[event] for event in blocking) == 2, trace.lines()
+    assert num_waits(trace) == 2, trace.lines()
     assert len(metrics) == 3
     assert all(math.isfinite(value) for each in metrics for value in each.values())
     assert (
         sum(number for event, number in trace.events.items() if "fused_adamw" in event.what) == 2
     )  # matrices, vectors
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+@on_devices(2)
+def test_ranks_wait_twice_and_exchange_numbers_on_hosts(rank, port):
+    """One rank has two microbatches, the other has one."""
+    from roll_platform_sim.trace import Trace
+
+    micros, loss = microbatches(), LOSSES["ppo"]
+    whole, strategy = trainer(), FSDP2Strategy(FSDP2Config(), TRAINING)
+    mesh = MeshInfo(role="student", rank=rank, world_size=2, device=f"sim:{rank}", backend="simccl", master_port=port)
+    strategy.build(MODEL, mesh)
+    for _ in range(2):
+        whole.forward_backward(micros, loss)
+        with Trace() as trace:
+            strategy.forward_backward(micros[:2] if rank == 0 else micros[2:], loss)
+            stats = strategy.optimizer_step()
+        assert num_waits(trace) == 2, trace.lines()
+        assert stats.grad_norm == pytest.approx(whole.optimizer_step().grad_norm, rel=1e-4)
+    assert strategy.process_group.most([rank, -rank]) == [1, 0]
+    strategy.close()
 
 
 @on_devices()
@@ -121,7 +154,7 @@ def scoring_worker(device):
         provider=load_registry().find(TrainProvider, "hf_train"),
         strategy_config={},
         training=None,
-        model=ModelSpec(random_init={**QWEN3, "vocab_size": 61}, seed=0),
+        model=MODEL,
         limits=BatchLimits(train_sequences=2, infer_sequences=2),
         backend="simccl",
         timeout_s=60,
@@ -141,8 +174,7 @@ def test_scoring_waits_once_for_the_device():
     worker = scoring_worker("sim:0")
     with Trace() as trace:
         found = worker.score(rows, want)
-    blocking = [event for event in trace.events if event.kind == "wait" or "blocking" in event.what]
-    assert sum(trace.events[event] for event in blocking) == 1, trace.lines()
+    assert num_waits(trace) == 1, trace.lines()
     for name in ("logprobs", "entropy"):
         for one, other in zip(getattr(found, name), getattr(expected, name), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)

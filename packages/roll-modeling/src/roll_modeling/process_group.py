@@ -44,6 +44,7 @@ class ProcessGroup:
         self.device = torch.device(mesh.device)
         self._member = False
         self._store: Store | None = None
+        self._num_exchanges = 0
         options: dict[str, Any] = {}
         if self.device.type != "cpu":
             select_device(self.device)
@@ -73,13 +74,31 @@ class ProcessGroup:
             dist.barrier()
 
     def most(self, numbers: Sequence[int], group: Any = None) -> list[int]:
-        """Elementwise maximum of `numbers` over a group of ranks, by default all. Collective over the group."""
+        """Elementwise maximum of `numbers` over a group of ranks, by default all. Collective over the group.
+
+        All ranks exchange them on their hosts: a device would compute its whole queue before the numbers arrive.
+        """
         if self.size == 1:
             return list(numbers)
+        if group is None and self._store is not None and self.device.type != "cpu":
+            return self._most_of_hosts(numbers, self._store)
         maxima = move_tensors({"numbers": torch.tensor(numbers, dtype=torch.int64)}, self.device)["numbers"]
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
         largest: list[int] = maxima.tolist()
         return largest
+
+    def _most_of_hosts(self, numbers: Sequence[int], store: Store) -> list[int]:
+        key = f"most/{self._num_exchanges}"
+        store.append(key, ",".join(str(int(number)) for number in numbers) + ";")  # type: ignore[attr-defined]  # missing in stubs
+        if store.add(f"{key}/ranks", 1) == self.size:
+            store.set(f"{key}/complete", "")
+        store.wait([f"{key}/complete"])
+        ranks = [map(int, rank.split(",")) for rank in store.get(key).decode().split(";")[:-1]]
+        if self.rank == 0 and self._num_exchanges:  # all ranks have read the previous numbers
+            for name in ("", "/ranks", "/complete"):
+                store.delete_key(f"most/{self._num_exchanges - 1}{name}")
+        self._num_exchanges += 1
+        return [max(column) for column in zip(*ranks, strict=True)]
 
     def raise_together(self, error: NonFiniteError | None) -> None:
         """Raise on all ranks if any rank has an error. Collective.
@@ -87,14 +106,11 @@ class ProcessGroup:
         A rank with an error raises its own; the others raise the first rank's error. Otherwise one rank would stop
         while the others block in their next collective. Without an error only one number is exchanged.
         """
-        if self.size > 1:
-            failed = torch.tensor([error is not None], dtype=torch.int32, device=self.device)
-            dist.all_reduce(failed, dist.ReduceOp.MAX)
-            if int(failed):
-                said: list[str] = [""] * self.size
-                dist.all_gather_object(said, "" if error is None else str(error))
-                rank = next(i for i, message in enumerate(said) if message)
-                error = error or NonFiniteError(f"rank {rank}: {said[rank]}")
+        if self.size > 1 and self.most([error is not None])[0]:
+            said: list[str] = [""] * self.size
+            dist.all_gather_object(said, "" if error is None else str(error))
+            rank = next(i for i, message in enumerate(said) if message)
+            error = error or NonFiniteError(f"rank {rank}: {said[rank]}")
         if error is not None:
             raise error
 
