@@ -16,7 +16,8 @@ import types
 import torch
 import torch.distributed as dist
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu")
+"""What Megatron takes for its GPU. Set it before Megatron runs; a simulated device is one as well."""
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "zeros_like", "empty_like")
 
 
@@ -74,7 +75,7 @@ def on_cpu(factory):
     @functools.wraps(factory)
     def made(*arguments, **options):
         if means_cuda(options.get("device")):
-            options["device"] = CPU
+            options["device"] = DEVICE
         options.pop("pin_memory", None)
         return factory(*arguments, **options)
 
@@ -122,8 +123,8 @@ def change_tensors():
 
     def to_cpu(tensor, *arguments, **options):
         if means_cuda(options.get("device")):
-            options["device"] = CPU
-        return to(tensor, *(CPU if means_cuda(each) else each for each in arguments), **options)
+            options["device"] = DEVICE
+        return to(tensor, *(DEVICE if means_cuda(each) else each for each in arguments), **options)
 
     def kind_on_cuda(tensor, *arguments, **options):
         """Megatron's optimizers compare this text."""
@@ -131,7 +132,7 @@ def change_tensors():
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if arguments or options or not caller.startswith("megatron."):
             return found
-        return found.replace("torch.", "torch.cuda.", 1)
+        return found.replace("torch.sim.", "torch.").replace("torch.", "torch.cuda.", 1)
 
     to_host, is_cuda = torch.Tensor.cpu, torch._C.TensorBase.is_cuda
 
@@ -148,7 +149,8 @@ def change_tensors():
 
     torch.Tensor.cpu, torch.Tensor.is_cuda = on_host, property(on_device)
     torch.Tensor.to, torch.Tensor.type = to_cpu, kind_on_cuda
-    torch.Tensor.cuda = torch.Tensor.pin_memory = lambda tensor, *arguments, **options: tensor
+    torch.Tensor.cuda = lambda tensor, *arguments, **options: to(tensor, DEVICE, non_blocking=True)
+    torch.Tensor.pin_memory = lambda tensor, *arguments, **options: tensor
     torch.Tensor.record_stream = lambda tensor, stream: None
 
 
@@ -156,7 +158,7 @@ STAND_IN = StandIn(
     torch,
     cuda=StandIn(
         torch.cuda,
-        current_device=lambda: CPU,
+        current_device=lambda: DEVICE,
         Stream=Nothing,
         Event=Nothing,
         stream=lambda stream=None: contextlib.nullcontext(),

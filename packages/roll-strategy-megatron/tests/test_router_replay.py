@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from megatron_programs import score_and_train
 from replay_programs import take_experts
 from test_arrangements import (
@@ -109,7 +110,7 @@ def test_stage_gets_the_experts_of_its_layers_per_microbatch(run, tmp_path):
 def test_experts_lie_as_the_tokens_of_a_rank_do(cp_rank):
     experts = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # of 5 tokens but the last, in 3 layers, 2 each
     sequence = replace(make_batch(VOCABULARY, lengths=(5,))[0], routed_experts=experts)
-    packing = pack_for(pack([sequence])[0], cp_rank=cp_rank, cp_size=2, align=2)
+    packing = pack_for(pack([sequence])[0], device=torch.device("cpu"), cp_rank=cp_rank, cp_size=2, align=2)
     # Two of four pieces of two, the first with the last: 5 tokens and 3 of padding.
     places = [0, 1, -1, -1] if cp_rank == 0 else [2, 3, 4, -1]
     expected = np.array([experts[place][[0, 2]] if 0 <= place < 4 else np.full((2, 2), -1) for place in places])

@@ -145,18 +145,18 @@ class Computation:
         number += -number % self.pipeline.multiple
         idle = [idle_microbatch()] * (number - len(micros))
         every = [(micro, False) for micro in micros] + [(micro, True) for micro in idle]
-        moved = [(on_device(micro, self.parallel.device), idles) for micro, idles in every]
         cp_size, align = self.parallel.cp.size(), self.parallel.tp.size() if self.config.sequence_parallel else 1
         tokens = [0] * number
         if number and self.parallel.replicas_share_experts and self.config.moe_token_dispatcher_type == "allgather":
             # Each rank receives the tokens of all ranks, and assumes that all have as many as itself.
-            padded = [num_padded(micro.lengths, cp_size=cp_size, align=align) for micro, _ in moved]
+            padded = [num_padded(micro.lengths, cp_size=cp_size, align=align) for micro, _ in every]
             tokens = self.parallel.most(padded, self.parallel.dp)
         return [
             Passage(
-                micro=micro,
+                micro=on_device(micro, self.parallel.device),
                 packing=pack_for(
                     micro,
+                    device=self.parallel.device,
                     cp_rank=self.parallel.cp.rank(),
                     cp_size=cp_size,
                     align=align,
@@ -167,7 +167,7 @@ class Computation:
                 ),
                 idle=idles,
             )
-            for (micro, idles), at_least in zip(moved, tokens, strict=True)
+            for (micro, idles), at_least in zip(every, tokens, strict=True)
         ]
 
     def _check_experts(self, micro: MicroBatch) -> None:

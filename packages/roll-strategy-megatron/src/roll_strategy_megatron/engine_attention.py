@@ -10,6 +10,8 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from roll_strategy_megatron.packing import Packed
+
 
 class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
     """Transformer Engine's attention that also supports values smaller than keys (latent attention).
@@ -36,7 +38,15 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
             **options,
         )
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *arguments: Any,
+        packed_seq_params: Packed,
+        **options: Any,
+    ) -> Tensor:
         """Attention of `[L, H, D]` queries, `[L, K, D]` keys and values.
 
         Returns `[L, H · D]`, with D the head size of the values.
@@ -44,5 +54,7 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
         size, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
         if missing:
             value = F.pad(value, (0, missing))
-        attended: Tensor = super().forward(query, key, value, *arguments, **options)
+        attended: Tensor = super().forward(
+            query, key, value, *arguments, packed_seq_params=packed_seq_params.on_device(query.device), **options
+        )
         return attended.reshape(query.shape)[..., :size].flatten(-2) if missing else attended

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from roll_core.spec.train import StepStats
 from roll_modeling.optimizer import MOMENTS, moments, schedule
@@ -32,6 +33,17 @@ KINDS = ("master", *MOMENTS)
 """State kept of each parameter, in float32: the master weight and the Adam moments."""
 
 
+def norm_of_all(
+    _chunk_size: int, _overflow: Tensor, tensor_lists: Sequence[list[Tensor]], _per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Norm of the gradients, `[1]`, in Megatron's signature, for environments without Transformer Engine and Apex.
+
+    Megatron's own substitute waits for the device once per gradient.
+    """
+    norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
+    return torch.stack(norms).norm().view(1), None
+
+
 class Optimizer:
     """Optimizer of a rank's model chunks, each wrapped in Megatron's `DistributedDataParallel`."""
 
@@ -44,6 +56,8 @@ class Optimizer:
         partial: Sequence[nn.Parameter] = (),
     ) -> None:
         """The gradients of `partial` are partial sums over the ranks that shard an expert."""
+        if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+            clip_grads.l2_norm_impl = norm_of_all
         self.runs, self.training, self.partial = runs, training, partial
         self.schedule = schedule(training)
         self.step_count = 0

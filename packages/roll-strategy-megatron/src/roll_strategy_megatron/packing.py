@@ -13,11 +13,13 @@ computed, M MoE layers, K top-k.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from roll_core.spec.module_program import move_tensors
 from roll_modeling.attention import FlatLayout
 
 if TYPE_CHECKING:
@@ -30,10 +32,18 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Packed(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's packed sequence parameters, with lengths as Python numbers that need no device synchronization."""
+    """Megatron's packed sequence parameters, whose bounds are on the host: its rotary embeddings read them in every
+    layer."""
 
     layout: FlatLayout
     """Padded sequences, over all context-parallel ranks."""
+
+    def on_device(self, device: torch.device) -> Packed:
+        """With bounds on `device`, as kernels of attention take them."""
+        bounds = self.layout.sequences(device).bounds
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        moved: dict[str, Any] = {name: bounds for name in names if getattr(self, name) is not None}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +107,7 @@ def num_padded(lengths: Sequence[int], *, cp_size: int, align: int) -> int:
 def pack_for(
     micro: MicroBatch,
     *,
+    device: torch.device,
     cp_rank: int,
     cp_size: int,
     align: int,
@@ -105,7 +116,7 @@ def pack_for(
     at_least: int = 0,
     members: bool = False,
 ) -> Packing:
-    """This rank's `Packing` of a microbatch.
+    """This rank's `Packing` of a microbatch in host memory: computed there, and moved to `device` in one copy.
 
     - `align` divides the number of tokens of each context-parallel rank.
     - `masked_only` restricts outputs to tokens in the loss. Outputs are computed from the state before their token.
@@ -119,15 +130,13 @@ def pack_for(
     short = max(num_padded(lengths, cp_size=cp_size, align=align), at_least) - sum(padded)
     if short:  # padding as a separate sequence, so that no other gets longer
         padded, lengths = [*padded, short], [*lengths, 0]
-    device = micro.tokens_T.device
     places = torch.cat(
         [_share(length, padded_length, cp_rank, cp_size) for length, padded_length in zip(lengths, padded, strict=True)]
     )
     # Indices within each sequence, -1 for padding; below, within the whole microbatch.
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     share = torch.tensor([length // cp_size for length in padded])
-    on_host = torch.where(places < 0, -1, places + starts.repeat_interleave(share))
-    places = on_host.to(device)
+    places = torch.where(places < 0, -1, places + starts.repeat_interleave(share))
     tokens_L = torch.where(places < 0, 0, micro.tokens_T[places.clamp(min=0)])
     if own_state:
         rows_N = (places >= 0).nonzero()[:, 0]
@@ -137,7 +146,7 @@ def pack_for(
         rows_N = ((places >= 0) & followed[places.clamp(min=0)]).nonzero()[:, 0]
         places_N = places[rows_N] + 1
     layout = FlatLayout(tuple(padded))
-    cu_seqlens = layout.sequences(device).bounds
+    cu_seqlens = torch.tensor([0, *accumulate(padded)], dtype=torch.int32)
     options: dict[str, Any] = {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens,
@@ -148,14 +157,18 @@ def pack_for(
     if cp_size > 1:
         # Transformer Engine requires both. Padding is at the end of a sequence, where causal attention ignores it.
         options |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
+    tensors = {
+        "tokens_1L": tokens_L[None],
+        "rows_N": rows_N,
+        "targets_N": micro.tokens_T[places_N],
+        "places_N": places_N,
+    }
+    if members:
+        tensors["members_SL"] = _members(micro, places)
     return Packing(
-        tokens_1L=tokens_L[None],
         packed=Packed(**options, layout=layout),
-        rows_N=rows_N,
-        targets_N=micro.tokens_T[places_N],
-        places_N=places_N,
-        routed_experts=_routed_experts(micro, on_host, device),
-        members_SL=_members(micro, places) if members else None,
+        routed_experts=_routed_experts(micro, places, device),
+        **move_tensors(tensors, device),
     )
 
 
