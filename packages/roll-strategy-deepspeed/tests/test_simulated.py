@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -26,3 +27,13 @@ def test_simulated_devices_train_resume_and_offload(tmp_path: Path) -> None:
     command = ("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", kit, "-k", SELECTED)
     output = run(*command, folder=REPOSITORY, ROLL_GPU_PLATFORM="npu", **npu_host(tmp_path))
     assert re.findall(r"\d+ (?:passed|skipped)", output) == ["5 passed"]
+
+
+@pytest.mark.engine("deepspeed")
+def test_no_microbatch_waits_for_the_device(tmp_path: Path) -> None:
+    EXTENSION.library()
+    program = Path(__file__).with_name("deepspeed_waits.py")
+    run(program, folder=tmp_path, **npu_host(tmp_path))
+    found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert found["0"] == [2, 2]
+    assert all(one == three for one, three in found.values()), found

@@ -45,6 +45,7 @@ def engine_config(config: DeepSpeedConfig, model: ModelSpec, training: TrainingS
         "communication_data_type": config.communication_data_type,
         "gradient_clipping": training.max_grad_norm if training is not None and clips_itself(config, model) else 0.0,
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # they wait for the device in each microbatch
         "bf16": {"enabled": model.dtype == "bf16"},
         "fp16": {**config.fp16.model_dump(), "enabled": model.dtype == "fp16"},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +72,13 @@ def add_norm_and_clipping(engine: Any, optimizer: torch.optim.Optimizer, max_nor
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        norm = _norm(grads)
+        norm = float(_norm(grads))  # the host waits for the device once
         state._global_grad_norm = norm
-        state.overflow = not bool(torch.isfinite(norm))
+        state.overflow = not math.isfinite(norm)
         if state.overflow:
             engine.zero_grad()
             return
-        factor = clip_factor(float(norm), max_norm)
+        factor = clip_factor(norm, max_norm)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
 
