@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from roll_core.data.encode import Encoder, encode_prompts, encode_sft
+from roll_core.data.encode import SHOWN_REASONS, Encoder, encode_prompts, encode_sft
 from roll_core.data.processor import processor_of
 from roll_core.data.rows import read_rows
 from roll_core.errors import DataError
@@ -280,7 +280,7 @@ def test_text_models_refuse_images(folder):
         prompts(made, rows, data)
 
 
-def test_rows_with_bad_images_are_dropped_if_the_config_says_so(tokenizer, folder):
+def test_rows_with_bad_images_are_dropped_if_the_config_says_so(tokenizer, folder, caplog):
     (folder / "thin.png").write_bytes(png(10_000, 1))  # the processor refuses an aspect ratio of more than 200
     rows, data = rows_of(
         folder,
@@ -290,14 +290,20 @@ def test_rows_with_bad_images_are_dropped_if_the_config_says_so(tokenizer, folde
         {"prompt": "a", "images": ["thin.png"]},
         {"prompt": "a", "images": ["small.png"] * 3},
         {"prompt": "a", "images": ["wide.png"]},
+        {"prompt": "a", "images": ["http://127.0.0.1:1/a.png"]},
         broken_images="drop",
+        allow_urls=True,
         max_images=2,
         max_pixels=84 * 56 - 1,
         oversized_images="drop",
     )
-    kept, counts = prompts(tokenizer, rows, data)
+    with caplog.at_level("WARNING"):
+        kept, counts = prompts(tokenizer, rows, data)
     assert [prompt.id for prompt in kept] == ["0"]
-    assert (counts.kept, counts.broken_images, counts.oversized_images) == (1, 2, 3)
+    assert (counts.kept, counts.broken_images, counts.oversized_images) == (1, 3, 3)
+    reasons = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert len(reasons) == SHOWN_REASONS
+    assert all(f"rows.jsonl row {number}:" in reason for number, reason in enumerate(reasons, 2))
 
 
 def test_images_that_the_processor_refuses_are_located(tokenizer, folder):

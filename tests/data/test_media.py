@@ -3,13 +3,16 @@
 import base64
 import io
 import pickle
+import threading
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from roll_core.data import urls
 from roll_core.data.media import OversizedImageError, load_image
 from roll_core.errors import DataError
 from roll_core.runtime.cluster.executors import wire
@@ -74,8 +77,86 @@ def test_file_urls_are_paths(tmp_path):
 
 @pytest.mark.parametrize("url", ["https://example.org/a.png", "http://a", "s3://bucket/a.png"])
 def test_urls_are_refused(url):
-    with raises_error(DataError, WHERE, url, "URL"):
+    with raises_error(DataError, WHERE, url, "URL", "allow_urls"):
         load(url)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.paths.append(self.path)
+        reply = self.server.replies.get(self.path, 404)
+        if isinstance(reply, str):
+            self.send_response(302)
+            self.send_header("Location", reply)
+        elif isinstance(reply, int):
+            self.send_response(reply)
+        else:
+            self.send_response(200)
+        self.end_headers()
+        if isinstance(reply, bytes):
+            self.wfile.write(reply)
+        if reply is None:  # no byte, and no end
+            self.server.is_over.wait()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """HTTP server with `replies` by path: bytes, a status, a place to go to, or None for silence."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.replies, server.paths, server.is_over = {}, [], threading.Event()
+        server.url = f"http://127.0.0.1:{server.server_address[1]}"
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.is_over.set()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("form", [str, lambda url: {"url": url}, lambda url: {"bytes": None, "path": url}])
+def test_urls_are_fetched_once_if_they_are_allowed(server, form):
+    raw = encoded(solid("RGB", RED))
+    server.replies |= {"/a.png?size=1": "/moved", "/moved": raw}
+    url = form(f"{server.url}/a.png?size=1")
+    media = load(url, allow_urls=True)
+    server.replies["/moved"] = encoded(solid("RGB", WHITE))  # the cache keeps what the first run has read
+    assert load(url, allow_urls=True) == media
+    assert (media.digest, media.read()) == (media_digest(raw), raw)
+    assert server.paths == ["/a.png?size=1", "/moved"]
+
+
+def test_long_urls_are_no_base64(server):
+    server.replies[long := "/a?" + "signature" * 200] = encoded(solid("RGB", RED))
+    assert load(server.url + long, allow_urls=True).width == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (404, "404"),
+        (503, "503"),
+        (None, "0.1 s"),
+        (b"a" * 101, "MiB"),
+        (b"<html>", "6 bytes"),
+        ("/reply", "redirects"),
+        ("file:///etc/passwd", "file:"),
+        ("ftp://127.0.0.1/a.png", "ftp:"),
+    ],
+)
+def test_urls_without_an_image_are_located_errors(server, monkeypatch, reply, reason):
+    monkeypatch.setattr(urls, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(urls, "MAX_BYTES", 100)
+    server.replies["/reply"] = reply
+    with raises_error(DataError, WHERE, reason):
+        load(f"{server.url}/reply", allow_urls=True)
+
+
+@pytest.mark.parametrize("url", ["http://", "https://127.0.0.1:1/a.png", "s3://bucket/a.png", "http://[::1/a"])
+def test_urls_that_lead_nowhere_are_located_errors(server, url):
+    with raises_error(DataError, WHERE, url):
+        load(url, allow_urls=True)
 
 
 @pytest.mark.parametrize("value", [None, "", 3, [], {}, {"bytes": None, "path": None}, ["a.png"], 1.5])

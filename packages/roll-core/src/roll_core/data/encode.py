@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 ANCHORS = ("\n", ":", "a")
 """Texts after which a tokenizer encodes a text without a blank of its own."""
+SHOWN_REASONS = 5
+"""Number of dropped rows whose reason the log has; the others are counted."""
 Overlong = Literal["drop", "truncate"]
 
 
@@ -77,13 +79,15 @@ class Counts:
         """`Encoder.load_images`; None for a row that is dropped because of its images, and counted."""
         try:
             return encoder.load_images(messages, row.where, row.folder)
-        except OversizedImageError:
-            self.oversized_images += 1
-        except DataError:
-            if data.broken_images == "error":
+        except DataError as error:
+            is_oversized = isinstance(error, OversizedImageError)
+            if not is_oversized and data.broken_images == "error":
                 raise
-            self.broken_images += 1
-        return None
+            self.oversized_images += is_oversized
+            self.broken_images += not is_oversized
+            if self.broken_images + self.oversized_images <= SHOWN_REASONS:
+                log.warning("row dropped: %s", error)
+            return None
 
     def __str__(self) -> str:
         named = [f"{getattr(self, field.name)} {field.name.replace('_', ' ')}" for field in fields(self)]

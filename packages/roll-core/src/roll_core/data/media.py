@@ -52,12 +52,11 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
     """The image that a row has as `value`: a path, bytes, base64, a data URL, a mapping with one of `KEYS`, or itself.
 
     `folder` is that of the row's file. Raises `DataError` for an image that is missing, corrupt, animated or outside of
-    `data.image_roots`, and `OversizedImageError`.
+    `data.image_roots`, for a URL without `data.allow_urls`, and `OversizedImageError`.
     """
     if isinstance(value, Media):
         return value
-    if isinstance(value, dict):
-        value = next((value[key] for key in KEYS if value.get(key)), None)
+    value = unwrapped(value, where)
     path = ""
     if isinstance(value, (bytes, bytearray)):
         raw = bytes(value)
@@ -67,6 +66,8 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
         try:
             path = str(allowed_path(value, where, data, folder))
             raw = Path(path).read_bytes()
+        except DataError:
+            raise
         except (OSError, ValueError) as error:  # ValueError: a null byte
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"{where}: image {value!r:.200} cannot be read: {reason}") from error
@@ -124,8 +125,7 @@ def received_image(value: Any) -> Media:
     Raises `DataError` for another value and for an image that is corrupt or animated. Paths and URLs are refused: the
     sender reads them, because the file may change until the sample is trained.
     """
-    if isinstance(value, dict):
-        value = next((value[key] for key in KEYS if value.get(key)), None)
+    value = unwrapped(value, "message")
     if isinstance(value, Media):
         return value
     if isinstance(value, (bytes, bytearray)):
@@ -176,6 +176,19 @@ def _received(raw: bytes) -> Media:
     return Media(digest=media_digest(stored), width=image.width, height=image.height, data=stored)
 
 
+def unwrapped(value: Any, where: str, keys: Sequence[str] = KEYS) -> Any:
+    """The image or video in a mapping with one of `keys`, without its base64; any other value as it is.
+
+    Raises `DataError` for base64 that is not valid.
+    """
+    while isinstance(value, dict):
+        key = next((key for key in keys if value.get(key)), "")
+        value = value.get(key)
+        if key == "base64" and isinstance(value, str):
+            return decoded_base64(base64_of(value) or value, where)
+    return value
+
+
 def decoded_base64(text: str, where: str) -> bytes:
     """The bytes of an image or a video. Raises `DataError`."""
     try:
@@ -203,17 +216,27 @@ def base64_of(text: str) -> str | None:
     """The base64 of a data URL, of an image or of a text that is too long for a path; None for a path."""
     if text.startswith("data:"):
         return text.partition(",")[2]
-    return text if len(text) > 1024 or text.startswith(_BASE64) else None
+    is_base64 = text.startswith(_BASE64) or (len(text) > 1024 and "://" not in text)
+    return text if is_base64 else None
 
 
 def allowed_path(value: str, where: str, data: DataArguments, folder: Path, what: str = "image") -> Path:
-    """The path of an image or a video. Raises `DataError` for a URL and for a path outside of allowed directories."""
+    """The path of an image or a video, which is fetched if it is a URL and `allow_urls` is set.
+
+    Raises `DataError` for a path outside of allowed directories, and for a URL that is not allowed or not reached.
+    """
     scheme, _, rest = value.partition("://")
     if rest and scheme != "file":
-        raise DataError(
-            f"{where}: {what} {value!r:.200} is a URL. Runs do not fetch {what}s, because a server may change them"
-            " between epochs: download them, and name the files"
-        )
+        if not data.allow_urls:
+            raise DataError(
+                f"{where}: {what} {value!r:.200} is a URL: download it and name the file, or set data_args.allow_urls"
+            )
+        from roll_core.data.urls import fetched
+
+        try:
+            return fetched(value)
+        except DataError as error:
+            raise DataError(f"{where}: {what} {error}") from error
     value = unquote(rest) if rest else value
     roots = [Path(root).expanduser().resolve() for root in data.image_roots] or [folder.resolve()]
     candidates = [(root / value).resolve() for root in roots]

@@ -508,8 +508,8 @@ def joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
                 raise DataError(f"{where}: a part of type {kind} has no text, but {_short(part)}")
             texts.append(text)
         elif kind in IMAGE_PARTS:
-            image = next((part[key] for key in IMAGE_PARTS[kind] if part.get(key) is not None), None)
-            media.append(f"data:,{image}" if image is not None and image is part.get("base64") else image)
+            key = next((key for key in IMAGE_PARTS[kind] if part.get(key) is not None), "")
+            media.append({key: part[key]} if key == "base64" else part.get(key))
             texts.append(IMAGE)
         elif kind in VIDEO_PARTS:
             has_video = any(part.get(key) is not None for key in VIDEO_PARTS[kind])

@@ -26,6 +26,7 @@ from roll_core.data.media import (
     load_image,
     reduced,
     temporary_file,
+    unwrapped,
 )
 from roll_core.data.rows import RATE_KEYS
 from roll_core.errors import DataError, MissingRequirementError, one_line
@@ -71,7 +72,8 @@ def load_video(video: RowVideo, where: str, data: DataArguments, folder: Path, p
     drop = data.oversized_images == "drop"
     target_fps = data.video_fps if video.fps is None else video.fps
     fps = processor.fps if target_fps is None else target_fps
-    source = _source(_unwrapped(video.value, where), fps, where, data, folder)
+    _check_keys(video.value, where)
+    source = _source(unwrapped(video.value, where, VIDEO_KEYS), fps, where, data, folder)
     try:
         indices = processor.sample(source.num_frames, source.fps, target_fps=target_fps)
         if data.max_frames is not None and len(indices) > data.max_frames:
@@ -96,8 +98,8 @@ def load_video(video: RowVideo, where: str, data: DataArguments, folder: Path, p
     return _stored(frames, SampledFrames(indices=indices, num_frames=source.num_frames, fps=source.fps))
 
 
-def _unwrapped(value: Any, where: str) -> Any:
-    """The path, bytes, base64 or frames of a video in a mapping. Raises `DataError` for keys that nothing reads."""
+def _check_keys(value: Any, where: str) -> None:
+    """Raise `DataError` if a mapping has a key that nothing reads."""
     while isinstance(value, dict):
         known = ("type", *VIDEO_KEYS, *RATE_KEYS)
         if unread := [key for key, item in value.items() if item is not None and key not in known]:
@@ -106,7 +108,6 @@ def _unwrapped(value: Any, where: str) -> Any:
                 " or max_pixels instead"
             )
         value = next((value[key] for key in VIDEO_KEYS if value.get(key)), None)
-    return value
 
 
 def _source(value: Any, fps: float, where: str, data: DataArguments, folder: Path) -> _Source:

@@ -523,6 +523,9 @@ class DataArguments(Config):
     image_roots: Annotated[list[str], OF_IMAGES] = []
     """Directories from which images and videos are read. Default: the directory of the data file. Relative paths begin
     there."""
+    allow_urls: Annotated[bool, OF_IMAGES] = False
+    """Fetch images and videos that rows name by an http or https URL, once: a cache keeps them for later runs. Any
+    address is fetched, also one of your own network: set it only for rows that you trust."""
     max_pixels: Annotated[PositiveInt | None, OF_IMAGES] = None
     """Larger images and frames of videos are reduced to this number of pixels, or dropped (`oversized_images`).
     Default: only the model's processor reduces them."""
