@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from roll_core.data.video import load_video
 from roll_core.spec.config import DataArguments
 from roll_core.spec.rollout import IMAGE
 from roll_core.types import Media, TrainSequence
+from roll_testing.images import qwen_positions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -423,39 +423,6 @@ def vision_batch(folder: Path) -> list[TrainSequence]:
     ]
 
 
-def qwen_positions(sequence: TrainSequence, folder: Path) -> Tensor:
-    """Positions `[3, L]` by the rule of Qwen2-VL (arXiv:2409.12191 §2.1) and its successors, with a token at a time.
-
-    Text continues behind the largest position before it. Frames of Qwen2.5-VL have their time as the first position.
-    """
-    import torch
-    from transformers import AutoTokenizer
-
-    config = json.loads((folder / "config.json").read_text())
-    processor = processor_of(AutoTokenizer.from_pretrained(folder))
-    assert processor is not None
-    grids: list[tuple[int, int, int, float]] = []
-    for media in sequence.media:
-        arrays = processor.inputs([media])
-        t, h, w = arrays["image_grid_thw" if media.frames is None else "video_grid_thw"][0].tolist()
-        if media.frames is not None and config["model_type"] == "qwen3_vl":  # the text has the times
-            grids += [(1, h, w, 0.0)] * t
-        else:
-            seconds = float(arrays["second_per_grid_ts"][0]) if "second_per_grid_ts" in arrays else 0.25
-            grids.append((t, h, w, seconds * config["vision_config"].get("tokens_per_second", 4)))
-    positions: list[tuple[int, int, int]] = []
-    tokens, start, index = sequence.tokens.tolist(), 0, 0
-    while index < len(tokens):
-        if tokens[index] in (IDS[IMAGE_TOKEN], IDS[VIDEO_TOKEN]):
-            t, h, w, speed = grids.pop(0)
-            cells = itertools.product(range(t), range(h // 2), range(w // 2))
-            positions += [(start + int(i * speed), start + j, start + k) for i, j, k in cells]
-        else:
-            positions.append((start, start, start))
-        start, index = max(map(max, positions)) + 1, len(positions)
-    return torch.tensor(positions).T
-
-
 def transformers_logprobs(
     folder: Path, sequences: Sequence[TrainSequence], model: Any = None, temperature: float = 1.0
 ) -> Tensor:
@@ -488,7 +455,7 @@ def transformers_logits(folder: Path, sequence: TrainSequence, model: Any = None
         arrays = processor.inputs([media for media in sequence.media if media.kind == kind])
         inputs |= {name: torch.from_numpy(array) for name, array in arrays.items()}
     if sequence.media and model.config.model_type in VIDEO_TYPES:
-        inputs["position_ids"] = qwen_positions(sequence, folder)[:, None]
+        inputs["position_ids"] = qwen_positions(tokens[0], sequence.media, processor, model.config)[:, None]
     arguments = inspect.signature(model.forward).parameters
     if sequence.media and "position_ids" not in inputs:
         types = (tokens == processor.image_token_id).long()

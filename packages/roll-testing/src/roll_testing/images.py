@@ -1,9 +1,11 @@
-"""A small model with images, and its reference logits."""
+"""A small model with images and videos, and its reference logits."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +13,11 @@ import torch
 
 from roll_core.data.media import image_media
 from roll_core.data.processor import processor_of
+from roll_core.data.rows import RowVideo
 from roll_core.data.tokenizers import make_tokenizer
+from roll_core.data.video import load_video
 from roll_core.errors import ModelError
-from roll_core.spec.config import TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.types import TrainSequence
 from roll_modeling.model import DTYPES, quiet
@@ -21,11 +25,11 @@ from roll_testing.reference import ReferenceModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     import numpy.typing as npt
     from torch import Tensor
 
+    from roll_core.data.processor import Processor
     from roll_core.types import Media, TokenIds
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -74,10 +78,11 @@ PREPROCESSOR: Mapping[str, Any] = {
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Names of the input that is 1 at image tokens."""
+"""Names of the input that is 1 at image tokens and 2 at video tokens."""
 
 
 def write_image_model(folder: Path) -> ModelSpec:
@@ -104,7 +109,7 @@ def random_image(width: int, height: int, seed: int = 0) -> Media:
 
 
 class ImageReference:
-    """A stored model with images, run by transformers one sequence at a time."""
+    """A stored model with images and videos, run by transformers one sequence at a time."""
 
     def __init__(self, spec: ModelSpec) -> None:
         from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -121,17 +126,28 @@ class ImageReference:
             raise ModelError(f"{spec.path}: no processor of images")
         self.processor = processor
 
+    def random_video(self, width: int, height: int, num_frames: int, seed: int = 0, *, fps: float = 2.0) -> Media:
+        """Return a video with random frames."""
+        processor = self.processor.video_processor
+        if processor is None:
+            raise ModelError(f"{self._tokenizer.name_or_path}: no processor of videos")
+        frames = RowVideo([random_image(width, height, 100 * seed + i) for i in range(num_frames)], fps)
+        return load_video(frames, "video", DataArguments(videos="videos"), Path(), processor)
+
     def prompt(self, media: Sequence[Media]) -> TokenIds:
-        """Return the ids of a text with these images."""
+        """Return the ids of a text with these images and videos."""
         parts: list[dict[str, str]] = [{"type": "text", "text": "a"}]
-        for i in range(len(media)):
-            parts += [{"type": "image"}, {"type": "text", "text": "bc"[i % 2] * 3}]
+        for i, item in enumerate(media):
+            parts += [{"type": item.kind}, {"type": "text", "text": "bc"[i % 2] * 3}]
         text = self._tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
         ids = self._tokenizer.encode(self.processor.expand(text, media), add_special_tokens=False)
         return np.asarray(ids, dtype=np.int64)
 
     def logits(self, tokens: TokenIds, media: Sequence[Media]) -> npt.NDArray[np.float64]:
-        """Return `[L, V]` logits of tokens with all of these images; row `t` predicts the token after token `t`."""
+        """Return `[L, V]` logits of tokens with all of these images and videos.
+
+        Row `t` predicts the token after token `t`.
+        """
         with torch.no_grad():
             return self.logits_of(torch.from_numpy(np.asarray(tokens, dtype=np.int64)), media).double().numpy()
 
@@ -139,12 +155,15 @@ class ImageReference:
         """Return `logits` as a tensor, with gradients if parameters have them."""
         ids = tokens_L[None]
         known = inspect.signature(self.module.forward).parameters
-        inputs = {
-            name: torch.from_numpy(array) for name, array in self.processor.inputs(media).items() if name in known
-        }
+        inputs: dict[str, Tensor] = {}
+        for kind in ("image", "video"):
+            arrays = self.processor.inputs([item for item in media if item.kind == kind])
+            inputs |= {name: torch.from_numpy(array) for name, array in arrays.items() if name in known}
         if media:
-            types = (ids == self.processor.image_token_id).long()
+            types = (ids == self.processor.image_token_id).long() + 2 * (ids == self.processor.video_token_id)
             inputs |= {name: types for name in TOKEN_TYPES if name in known}
+        if any(item.frames for item in media):
+            inputs["position_ids"] = qwen_positions(tokens_L, media, self.processor, self.module.config)[:, None]
         logits_LV: Tensor = self.module(input_ids=ids, use_cache=False, **inputs).logits[0]
         return logits_LV
 
@@ -158,22 +177,60 @@ class ImageReference:
             parameter.copy_(weights[name])
 
 
-class SeenModel(ReferenceModel):
-    """The reference of train strategies: logits of the rows of `batch`, with their images."""
+def qwen_positions(tokens_L: Tensor, media: Sequence[Media], processor: Processor, config: Any) -> Tensor:
+    """Return `[3, L]` positions by the rule of Qwen2-VL (arXiv:2409.12191 §2.1) and its successors, token by token.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Text continues behind the largest position before it; in transformers' own, text after a video of many frames has
+    positions of these. Frames of Qwen2.5-VL have their time as the first position.
+    """
+    merge = config.vision_config.spatial_merge_size
+    grids: list[tuple[int, int, int, float]] = []
+    for item in media:
+        arrays = processor.inputs([item])
+        t, h, w = arrays["image_grid_thw" if item.frames is None else "video_grid_thw"][0].tolist()
+        if item.frames is not None and config.model_type == "qwen3_vl":  # the text has the times
+            grids += [(1, h, w, 0.0)] * t
+        else:
+            seconds = float(arrays["second_per_grid_ts"][0]) if "second_per_grid_ts" in arrays else 0.25
+            grids.append((t, h, w, seconds * getattr(config.vision_config, "tokens_per_second", 4)))
+    positions: list[tuple[int, int, int]] = []
+    tokens, start = tokens_L.tolist(), 0
+    while len(positions) < len(tokens):
+        if tokens[len(positions)] in processor.feature_token_ids:
+            t, h, w, speed = grids.pop(0)
+            cells = itertools.product(range(t), range(h // merge), range(w // merge))
+            positions += [(start + int(i * speed), start + j, start + k) for i, j, k in cells]
+        else:
+            positions.append((start, start, start))
+        start = max(map(max, positions)) + 1
+    return torch.tensor(positions).T
+
+
+class SeenModel(ReferenceModel):
+    """The reference of train strategies: logits of the rows of `batch`, with their images and videos."""
+
+    def __init__(self, spec: ModelSpec, *, videos: bool = False) -> None:
         self._reference = ImageReference(spec)
         self.module = self._reference.module
-        self._batch = [self._row(number, media) for number, media in enumerate(_media())]
+        rows = [*_images(), *(self._videos() if videos else ())]
+        self._batch = [self._row(number, media) for number, media in enumerate(rows)]
 
     def batch(self) -> list[TrainSequence]:
-        """Return rows with no, one and two images; the last token of a row may be the only one in the loss."""
+        """Return rows with no, one and two images, and with `videos` also with a video.
+
+        The last token of a row may be the only one in the loss.
+        """
         return list(self._batch)
 
     def logits(self, tokens_L: Tensor) -> Tensor:
         """Run the model's own forward pass with the images of the row that has these tokens."""
         (row,) = (row for row in self._batch if np.array_equal(row.tokens, tokens_L.numpy()))
         return self._reference.logits_of(tokens_L, row.media)
+
+    def _videos(self) -> list[tuple[Media, ...]]:
+        """A long video, and a short one beside an image."""
+        long, short = (self._reference.random_video(56, 28, num, num) for num in (6, 2))
+        return [(long,), (short, random_image(28, 56, 4))]
 
     def _row(self, number: int, media: tuple[Media, ...]) -> TrainSequence:
         tokens = self._reference.prompt(media)
@@ -184,6 +241,6 @@ class SeenModel(ReferenceModel):
         return TrainSequence(id=f"row {number}", tokens=tokens, media=media, loss_mask=mask)
 
 
-def _media() -> list[tuple[Media, ...]]:
+def _images() -> list[tuple[Media, ...]]:
     first, second, third = (random_image(*size, seed) for seed, size in enumerate([(56, 84), (28, 28), (84, 28)]))
     return [(), (first,), (second, third), (third, first), ()]

@@ -128,7 +128,10 @@ class TrainNumberTests(TrainKit):
     def test_logprobs_after_images_equal_the_reference(
         self, case: Case, world_size: int, split: str, tmp_path: Path
     ) -> None:
-        """Logprobs of rows with no, one and two images must equal the reference's, in one microbatch or in several."""
+        """Logprobs of rows with no, one and two images must equal the reference's, in one microbatch or in several.
+
+        With the capability `videos`, rows with a video are among them.
+        """
         case, model = self._seeing(case, tmp_path, ("vision", "projector"))
         batch, want = model.batch(), WantedOutputs(logprobs=True)
         scores = self.scored(case, batch, want, SPLITS[split])
@@ -139,7 +142,10 @@ class TrainNumberTests(TrainKit):
     def test_the_gradient_after_images_equals_the_reference(
         self, case: Case, world_size: int, freeze: tuple[str, ...], tmp_path: Path
     ) -> None:
-        """The gradient must equal the reference's, and be 0 for frozen parts, also if a rank has no images."""
+        """The gradient must equal the reference's, and be 0 for frozen parts, also if a rank has no images.
+
+        With the capability `videos`, rows with a video are among them.
+        """
         self.need_training()
         self.need(self.gradient_training is not None, "gradients that can be read off a step")
         case, model = self._seeing(case, tmp_path, freeze)
@@ -373,7 +379,7 @@ class TrainNumberTests(TrainKit):
         """The case with a model with images, and the reference. Skips the test without the capability `images`."""
         self.need(self.can.images, "images")
         model = replace(self.image_model(folder), dtype=case.model.dtype, freeze=freeze)
-        return case.with_(model=model), SeenModel(model)
+        return case.with_(model=model), SeenModel(model, videos=self.can.videos)
 
     def _compare_gradient(
         self,

@@ -1,4 +1,4 @@
-"""Test group *images*: engines that read images of prompts."""
+"""Test group *images*: engines that read images and videos of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from roll_core.spec.model import ModelSpec
-    from roll_core.types import Completion, Floats, GenerateRequest, TokenIds
+    from roll_core.types import Completion, Floats, GenerateRequest, Media, TokenIds
     from roll_testing.infer.engine import Engine, Setup
 
 SIZES = ((56, 84), (28, 28), (84, 28))
@@ -103,6 +103,20 @@ class ImageTests(InferKit):
         self._check_seen(seeing, requests, [seeing.engine.generate(request)[0] for request in requests])
         together = [replace(request, id=f"{request.id} together") for request in requests]
         self._check_seen(seeing, together, seeing.engine.generate(*together))
+
+    def test_logprobs_after_videos_equal_the_reference(self, seeing: Seeing) -> None:
+        """With the capability `videos`, logprobs after a video must equal the reference's.
+
+        So must those of the same text with another video, and with a video beside an image.
+        """
+        self.need(self.can.videos, "videos")
+        video, other = (seeing.reference.random_video(56, 28, 6, seed) for seed in range(2))
+        image = random_image(*SIZES[0])
+        requests = [
+            seeing.ask_about(*media, temperature=0.8, seed=self.seed(seeing.engine, i))
+            for i, media in enumerate([(video,), (), (other,), (image, video), (video,)])
+        ]
+        self._check_seen(seeing, requests, seeing.engine.generate(*requests))
 
     def test_sampled_tokens_continue_a_prompt_with_images(self, seeing: Seeing) -> None:
         """A prompt may end in sampled tokens, as after an interruption: logprobs must equal the reference's."""
@@ -183,7 +197,10 @@ class Seeing:
 
     def ask(self, *sizes: int, **params: Any) -> GenerateRequest:
         """Return a request with an image of each of these sizes (indices of `SIZES`) between text."""
-        media = tuple(random_image(*SIZES[size], seed=size) for size in sizes)
+        return self.ask_about(*(random_image(*SIZES[size], seed=size) for size in sizes), **params)
+
+    def ask_about(self, *media: Media, **params: Any) -> GenerateRequest:
+        """Return a request with these images and videos between text."""
         return replace(ask(self.reference.prompt(media), **params), media=media)
 
     def logprobs(self, request: GenerateRequest, response: TokenIds, *, num_prompt: int | None = None) -> Floats:
