@@ -364,3 +364,30 @@ def test_fp8_is_refused_on_hosts_that_do_not_support_it(run, monkeypatch, why, m
     places = {"actor_infer": (Place(rank=0, world_size=1),)}
     with raises_error(UnsupportedError, "actor_infer", "strategy_config", *facts):
         group_specs(roles, config, load_registry(), CpuPlatform(), places, run("{}"))
+
+
+# -- videos ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "fits"),
+    [
+        ("{}", False),
+        ("{max_num_batched_tokens: 4095}", False),
+        ("{max_num_batched_tokens: 4096}", True),
+        ("{limit_mm_per_prompt: {video: 1}}", True),
+        ("{limit_mm_per_prompt: {image: 1}}", False),
+    ],
+)
+def test_videos_fit_into_the_encoder_cache(run, config, fits):
+    file, columns = run(config), ["prompt_length=4096", "+actor_train.data_args={file_name: a.jsonl, videos: videos}"]
+    if fits:
+        load(file, columns, load_registry())
+    else:
+        with pytest.raises(ConfigError) as caught:
+            load(file, columns, load_registry())
+        ((key, code),) = [(problem.key, problem.code) for problem in caught.value.problems]
+        assert (key, code) == ("actor_infer.strategy_args.strategy_name", "ROLL-C017")
+    images = [columns[0], columns[1].replace("videos", "images")]
+    load(file, images, load_registry())
+    load(file, ["prompt_length=2048", columns[1]], load_registry())

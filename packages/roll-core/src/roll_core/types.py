@@ -37,6 +37,7 @@ RoutedExperts = npt.NDArray[np.unsignedinteger[Any]]
 type, uint8 up to 256 experts. The K experts of a token and layer are a set; their order has no meaning."""
 
 FinishReason = Literal["stop", "length", "abort"]
+MediaKind = Literal["image", "video"]
 
 
 # -- images and videos -------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Media:
         return data
 
     @property
-    def kind(self) -> Literal["image", "video"]:
+    def kind(self) -> MediaKind:
         """`image` or `video`."""
         return "image" if self.frames is None else "video"
 

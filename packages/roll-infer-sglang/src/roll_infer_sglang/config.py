@@ -40,6 +40,8 @@ WITHOUT_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen2", "qwen2_moe",
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from roll_core.types import MediaKind
+
     _EngineKeys = EngineConfig
 else:
     _EngineKeys = create_model(
@@ -100,7 +102,7 @@ class SglangConfig(_EngineKeys):
         elif self.ep_size != 1:
             raise ValueError(f"ep_size {self.ep_size} needs a mixture of experts, and this model has none")
 
-    def check_images(self, keys: Mapping[str, Any]) -> None:
+    def check_images(self, keys: Mapping[str, Any], kind: MediaKind, prompt: int) -> None:
         """Raise `ValueError` unless tests have compared logprobs after images of models of this type."""
         model_type = keys.get("model_type")
         if isinstance(model_type, str) and model_type not in IMAGE_TYPES:

@@ -15,6 +15,8 @@ from roll_modeling.model_table import has_experts, num_experts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from roll_core.types import MediaKind
+
     _EngineKeys = EngineConfig
 else:
     _EngineKeys = create_model(
@@ -25,6 +27,8 @@ else:
 LLAVAS = ("llava", "llava_next", "llava_next_video")
 CUT_ENCODERS = ("clip_vision_model", "siglip_vision_model")
 """Image encoders of which vLLM loads only a part in models of `LLAVAS`. The first is transformers' default."""
+DEFAULT_BATCHED_TOKENS = 2048
+"""vLLM's default of `max_num_batched_tokens`: `SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS`."""
 MORE_REPLICAS = "and give device_mapping more slots: each worker is a replica"
 
 
@@ -137,6 +141,17 @@ class VllmConfig(_EngineKeys):
         if self.quantization == "fp8_per_block":
             sharing = self.tensor_parallel_size
             _check_blocks(keys, sharing, 1 if self.enable_expert_parallel else sharing)
+
+    def check_images(self, keys: Mapping[str, Any], kind: MediaKind, prompt: int) -> None:
+        """Raise `ValueError` if a video may have more tokens than vLLM's encoder cache, which rejects its request."""
+        limits = self.engine_arguments().get("limit_mm_per_prompt") or {}
+        size = self.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+        if kind == "video" and not limits.get("video") and size < prompt:
+            raise ValueError(
+                f"a video may have prompt_length = {prompt} tokens, but vLLM's encoder cache has room for"
+                f" max_num_batched_tokens = {size}: set max_num_batched_tokens to {prompt}, or limit_mm_per_prompt to"
+                " {video: 1}, for which vLLM reserves memory"
+            )
 
     def check_experts(self, keys: Mapping[str, Any]) -> None:
         """Raise `ValueError` if expert parallelism is set for a model without experts, or if the ranks cannot divide

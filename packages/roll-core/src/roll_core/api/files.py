@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from roll_core.data.rows import Row
     from roll_core.plugins.registry import Registry
     from roll_core.spec.config import RunConfig
-    from roll_core.spec.rollout import MediaKind
+    from roll_core.types import MediaKind
 
 FIRST_ROWS = 100
 """Number of rows that are checked in each data file."""

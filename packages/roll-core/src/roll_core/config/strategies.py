@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from roll_core.config.parts import Parts
     from roll_core.config.source import KeyPath
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.rollout import MediaKind
+    from roll_core.types import MediaKind
 
 
 class StrategyCheck:
@@ -116,7 +116,7 @@ class StrategyCheck:
             self._try(strategy.check_model, keys)
             self._try(strategy.check_model_args, model_args if isinstance(model_args, dict) else {})
             self._check_architecture(self.path, keys)
-            self._check_positions(keys, self._length("prompt_length"), self._length("response_length"))
+            self._check_positions(keys, _length(self.data, "prompt_length"), _length(self.data, "response_length"))
 
     def _try(self, check: Callable[..., None], *arguments: Any, code: str = "ROLL-C018", kind: str = "") -> None:
         """Record the `ValueError` that a check of the strategy raises."""
@@ -370,9 +370,9 @@ class StrategyCheck:
             if isinstance(generating, dict):
                 generating_args = generating.get("generating_args")
                 tokens = generating_args.get("max_new_tokens") if isinstance(generating_args, dict) else None
-                longest.append(tokens if type(tokens) is int else self._length("response_length"))
+                longest.append(tokens if type(tokens) is int else _length(self.data, "response_length"))
         # As a `value_error`, it is located at the first key that its message names.
-        lengths = self._length("prompt_length"), max(longest)
+        lengths = _length(self.data, "prompt_length"), max(longest)
         if issubclass(self.worker, InferWorkerConfig) and self.worker.scores_sequences:
             lengths = sum(lengths), 1
         self._check_positions(keys, *lengths)
@@ -407,11 +407,6 @@ class StrategyCheck:
             return self.parts.registry.find(TrainProvider, name) if isinstance(name, str) else None
         except PluginError:
             return None
-
-    def _length(self, key: str) -> int:
-        """A number of tokens as written; the default if the value is invalid."""
-        length, default = self.data.get(key), RunConfig.model_fields[key].default
-        return length if type(length) is int else int(default)
 
     def _check_weight_transport(self) -> None:
         """Check that a weight transport connects the policy's strategy to this engine."""
@@ -542,6 +537,12 @@ def _runs(capabilities: TrainCapabilities, optimizer: OptimizerProvider) -> bool
     return capabilities.optimizers == "any" or (capabilities.optimizers == "sharded" and optimizer.sharded)
 
 
+def _length(data: Mapping[Any, Any], key: str) -> int:
+    """A number of tokens as written; the default if the value is invalid."""
+    length, default = data.get(key), RunConfig.model_fields[key].default
+    return length if type(length) is int else int(default)
+
+
 # -- images and videos -------------------------------------------------------------------------------------------------
 
 
@@ -579,7 +580,8 @@ def unread_media(
             continue
         if kind in provider.capabilities.media:
             keys = model_keys(model_args, data.get("pretrain"))
-            yield from _unread_as_configured(kind, where, path, provider, strategy, keys, registry)
+            prompt = _length(data, "prompt_length")
+            yield from _unread_as_configured(kind, where, path, provider, strategy, keys, prompt, registry)
             continue
         able = [
             other.name
@@ -598,6 +600,7 @@ def _unread_as_configured(
     provider: TrainProvider | InferProvider,
     strategy: Mapping[str, Any],
     keys: Mapping[str, Any],
+    prompt: int,
     registry: Registry,
 ) -> Iterator[Finding]:
     """Yield the mistake of a strategy that does not read images with the model of `keys`, or splits sequences."""
@@ -606,7 +609,7 @@ def _unread_as_configured(
     try:
         config = schema.model_validate(strategy.get("strategy_config") or {})
         if isinstance(provider, InferProvider):
-            config.check_images(keys)
+            config.check_images(keys, kind, prompt)
     except ValidationError:  # the validation of the whole config reports it
         return
     except ValueError as error:

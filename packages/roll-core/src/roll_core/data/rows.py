@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
     from roll_core.spec.config import DataArguments
-    from roll_core.spec.rollout import MediaKind
+    from roll_core.types import MediaKind
 
 ENDINGS = {
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),

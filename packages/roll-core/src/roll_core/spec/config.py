@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from roll_core.spec.providers import ModelParallelism, Provider
-    from roll_core.types import SamplingParams
+    from roll_core.types import MediaKind, SamplingParams
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -257,9 +257,10 @@ class StrategyConfig(Config):
         """Raise `ValueError`, with the arithmetic, if prompt and response together exceed the positions that the model
         can compute. Called where `check_architecture` is; `keys` as for `check_model`."""
 
-    def check_images(self, keys: Mapping[str, Any]) -> None:
-        """Infer strategies: raise `ValueError` if the engine does not read images or videos with this model. Called if
-        rows have some and the provider reads them; `keys` as for `check_model`."""
+    def check_images(self, keys: Mapping[str, Any], kind: MediaKind, prompt: int) -> None:
+        """Infer strategies: raise `ValueError` if the engine does not read images, or videos, with this model, or none
+        that fill a prompt of `prompt` tokens. Called for each kind that rows have and the provider reads; `keys` as for
+        `check_model`."""
 
     def check_lengths(self, prompt: int, response: int) -> None:
         """Infer strategies: raise `ValueError`, with the arithmetic, if prompt and response together exceed the

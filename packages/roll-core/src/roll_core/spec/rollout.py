@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from roll_core.field_docs import document_fields
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Floats,
         Group,
         Media,
+        MediaKind,
         Reward,
         Sample,
         SamplingParams,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 IMAGE = "\ufffc"
 """Place of an image or a video in the content of a chat message: Unicode's object replacement character."""
-MediaKind = Literal["image", "video"]
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
 """Kinds of `roll_core.types.Media`."""
 
