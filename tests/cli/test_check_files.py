@@ -358,9 +358,10 @@ def test_images_need_a_processor(here):
     assert (2, 11, "pretrain") in mistakes(text)
     Path("model/preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
     assert (2, 11, "pretrain") in mistakes(text)
-    pixtral = '{"image_processor_type": "PixtralImageProcessor", "processor_class": "PixtralProcessor"}'
-    Path("model/preprocessor_config.json").write_text(pixtral)
-    assert ((2, 11, "pretrain") in mistakes(text)) is (find_spec("torchvision") is None)
+    for name, package in {"PixtralProcessor": "torchvision", "SmolVLMProcessor": "num2words"}.items():
+        keys = {"image_processor_type": "PixtralImageProcessor", "processor_class": name}
+        Path("model/preprocessor_config.json").write_text(json.dumps(keys))
+        assert ((2, 11, "pretrain") in mistakes(text)) is (find_spec(package) is None)
     made = mistakes("tokenizer: {kind: byte}\n" + text)
     assert "tokenizer" in {key for _, _, key in made}
 

@@ -67,7 +67,8 @@ class Counts:
     broken_images: int = 0
     """Dropped: an image or a video cannot be read (`broken_images: drop`)."""
     oversized_images: int = 0
-    """Dropped: an image or a video exceeds `max_pixels` or `max_frames`, or the row `max_images` or `max_videos`."""
+    """Dropped: an image or a video exceeds `max_pixels`, `max_frames` or `max_video_pixels`, or the row
+    `max_images` or `max_videos`."""
     without_response: int = 0
     """Dropped: no response, where a response is optional."""
     untrained_replies: int = 0
@@ -149,15 +150,23 @@ class Encoder:
 
         Raises `DataError`.
         """
+        processor = self._checked_processor(text, messages, where)
+        return text if processor is None else processor.expand_next(text, iter(media_of(messages)))
+
+    def _checked_processor(self, text: str, messages: Sequence[Mapping[str, Any]], where: str) -> Processor | None:
+        """The processor of the messages' images; None without images and processor.
+
+        Raises `DataError` if the placeholders in the text are not theirs.
+        """
         media = media_of(messages)
-        if self._processor is None:
-            if media:
-                processor_of(self.tokenizer)  # raises if the model's processor cannot be loaded
-                raise DataError(
-                    f"{where}: the row has {media[0].kind}s, but the model has no processor for them: it reads text"
-                )
-            return text
-        return self._processor.expand(text, media, where)
+        if self._processor is not None:
+            self._processor.check_places(text, media, where)
+        elif media:
+            processor_of(self.tokenizer)  # raises if the model's processor cannot be loaded
+            raise DataError(
+                f"{where}: the row has {media[0].kind}s, but the model has no processor for them: it reads text"
+            )
+        return self._processor
 
     def load_images(self, messages: Sequence[Message], where: str, folder: Path) -> list[Message]:
         """Messages of a row with their images and videos as `Media`. `folder` is that of the row's file. Raises
@@ -244,17 +253,17 @@ class Encoder:
     def _with_images(self, segments: Sequence[Segment], messages: Sequence[Message], where: str) -> list[Segment]:
         """The segments with the tokens of images in place of their placeholders, which the model only reads."""
         read = "".join(segment.text for segment in segments if not segment.written)
-        self.expand(read, messages, where)  # reports missing and surplus placeholders
-        waiting = iter(media_of(messages))
-        if self._processor is None:
+        processor = self._checked_processor(read, messages, where)
+        if processor is None:
             return list(segments)
         for segment in segments:
-            for token in self._processor.media_tokens:
+            for token in processor.media_tokens:
                 if segment.written and token in segment.text:
                     raise DataError(f"{where}: a reply contains {token!r}, a token of images, which no model may write")
-        expand = self._processor.expand_next
+        waiting = iter(media_of(messages))
         return [
-            segment if segment.written else replace(segment, text=expand(segment.text, waiting)) for segment in segments
+            segment if segment.written else replace(segment, text=processor.expand_next(segment.text, waiting))
+            for segment in segments
         ]
 
     def _with_trained_ends(self, segments: Sequence[Segment]) -> Iterator[Segment]:

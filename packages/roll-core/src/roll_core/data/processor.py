@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a processor beside those of its tokenizer."""
-WITH_TORCHVISION = ("PixtralProcessor",)
-"""Processors whose code imports torchvision, although Pillow processes the images (Pixtral, Mistral 3)."""
+NEEDED_PACKAGES = {"PixtralProcessor": "torchvision", "SmolVLMProcessor": "num2words"}
+"""Packages that the code of a processor imports (Pixtral and Mistral 3, SmolVLM)."""
 TEXT_OUTPUTS = (
     "input_ids",
     "attention_mask",
@@ -127,8 +127,13 @@ class Processor:
     def expand(self, text: str, media: Sequence[Media], where: str = "") -> str:
         """Text with each placeholder replaced by the tokens of its image or video.
 
-        Raises `DataError` if the placeholders are not those of the images and videos.
+        Raises `DataError` as `check_places`.
         """
+        self.check_places(text, media, where)
+        return self.expand_next(text, iter(media))
+
+    def check_places(self, text: str, media: Sequence[Media], where: str = "") -> None:
+        """Raise `DataError` if the placeholders in a text are not those of the images and videos."""
         places = self._place.findall(text)
         if places != [self._placeholders.get(item.kind) for item in media]:
             raise DataError(
@@ -139,7 +144,6 @@ class Processor:
         for token in self.media_tokens:
             if token not in self._placeholders.values() and token in text:
                 raise DataError(f"{where}: a text contains {token!r}, a token of images that only the processor writes")
-        return self.expand_next(text, iter(media))
 
     def expand_next(self, text: str, media: Iterator[Media]) -> str:
         """Text with each placeholder replaced by the tokens of the next image or video."""
@@ -326,8 +330,9 @@ def _processor_class(path: str) -> str | None:
         return None
     for entry in keys:
         if isinstance(name := entry.get("processor_class"), str):
-            if name in WITH_TORCHVISION and importlib.util.find_spec("torchvision") is None:
-                raise ModelError(f"{path}: transformers' {name} needs torchvision: pip install torchvision")
+            package = NEEDED_PACKAGES.get(name)
+            if package is not None and importlib.util.find_spec(package) is None:
+                raise ModelError(f"{path}: transformers' {name} needs {package}: pip install {package}")
             return name
     raise ModelError(f"{path}: {FILES[0]} names no processor_class, so its images cannot be processed")
 
