@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from roll_core.data import urls
 from roll_core.data.media import OversizedImageError, load_image
@@ -295,6 +296,16 @@ def test_large_images_are_reduced_or_dropped():
     with pytest.raises(OversizedImageError):
         load(raw, max_pixels=4999, oversized_images="drop")
     assert load(encoded(solid("RGB", RED, (1000, 1))), max_pixels=10).height == 1
+
+
+def test_small_images_are_enlarged_to_the_budget():
+    raw = encoded(solid("RGB", RED, (10, 20)))
+    media = load(raw, min_pixels=800, max_pixels=900)
+    assert (media.width, media.height) == (20, 40)
+    assert (pixels(media) == RED).all()
+    assert load(raw, min_pixels=200).read() == raw
+    with raises_error(ValidationError, "min_pixels", "max_pixels"):
+        DataArguments(images="image", min_pixels=901, max_pixels=900)
 
 
 # -- memory and processes ----------------------------------------------------------------------------------------------

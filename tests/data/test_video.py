@@ -218,11 +218,32 @@ def test_videos_over_a_budget_are_reduced_or_dropped(tokenizers, folder):
     assert media.frames.indices == (0, 2)
     assert media.width * media.height <= 28 * 28
     short = {"prompt": "b", "videos": [["a.png", "a.png"]]}
-    for keys in ({"max_frames": 2, "oversized_images": "drop"}, {"max_videos": 1}):
+    of_two = {"max_video_pixels": 2 * 56 * 84, "oversized_images": "drop"}
+    for keys in ({"max_frames": 2, "oversized_images": "drop"}, {"max_videos": 1}, of_two):
         many = {**one, "videos": [one["videos"][0]] * 2}
         rows, data = rows_of(folder, short, many, **keys)
         kept, counts = prompts(tokenizer, rows, data)
         assert (len(kept), counts.oversized_images) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ({"max_video_pixels": 4 * 20 * 15}, (20, 15)),
+        ({"max_video_pixels": 4 * 20 * 15, "max_pixels": 10 * 8}, (10, 7)),
+        ({"max_video_pixels": 4 * 20 * 15, "min_pixels": 40 * 30}, (40, 30)),
+        ({"max_video_pixels": 4 * 80 * 60, "min_pixels": 160 * 120}, (160, 120)),
+        ({"max_video_pixels": 4 * 80 * 60}, (80, 60)),
+    ],
+)
+def test_frames_share_the_pixels_of_a_video(tokenizers, folder, keys, size):
+    for i in range(4):
+        picture(80, 60, i).save(folder / f"shared {i}.png")
+    video = [f"shared {i}.png" for i in range(4)]
+    rows, data = rows_of(folder, {"prompt": "a", "videos": [video]}, **keys)
+    (prompt,), _ = prompts(tokenizers["qwen2_5_vl"], rows, data)
+    (media,) = prompt.media
+    assert (media.width, media.height) == size
 
 
 @pytest.mark.parametrize(

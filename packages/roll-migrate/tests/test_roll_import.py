@@ -14,6 +14,7 @@ from roll_core.algorithms.correction_options import ImportanceWeightConfig
 from roll_core.cli.main import main
 from roll_core.config import load
 from roll_core.config.compose import compose
+from roll_core.data.columns import ColumnExpressions
 from roll_core.errors import UnsupportedError
 from roll_core.plugins.registry import load_registry
 from roll_core.spec.providers import InferProvider, TrainProvider
@@ -828,20 +829,43 @@ def test_agents_that_freeze_an_encoder_see_text(registry, tmp_path):
     assert "images" not in converted(data, registry, tmp_path).config["actor_train"].get("data_args", {})
 
 
-def test_keys_of_videos_are_imported(registry, tmp_path):
+@pytest.mark.parametrize("function", [None, "roll.datasets.vlm_dataset_utils.video_r1_get_data_kwargs"])
+def test_keys_of_videos_are_imported(registry, tmp_path, function):
     data = compose(FILES / "rlvr_images.yaml", (), registry).data | {"pretrain": "Qwen/Qwen3-VL-4B-Instruct"}
+    data |= {"prompt_length": 512, "adv_estimator": "reinforce", "validation": {"data_args": {"file_name": "val.json"}}}
+    data["actor_infer"] = {"strategy_args": {"strategy_name": "vllm"}}
     data["actor_train"]["data_args"] = {
         **{"file_name": "rows.json", "video_folder": "clips", "video_max_frames": 16},
-        **{"video_fps": 1.5, "video_max_pixels": 50000, "video_min_pixels": 4000},
+        **{"video_fps": 1.5, "video_max_pixels": 50000, "video_min_pixels": 4000, "video_total_pixels": 300000},
+        "custom_data_kwargs_func": function,
     }
     imported = converted(data, registry, tmp_path)
     written = imported.config["actor_train"]["data_args"]
     assert written["videos"] == "video"
     assert "images" not in written
     assert written["image_roots"] == ["clips"]
-    assert (written["max_frames"], written["video_fps"], written["max_pixels"]) == (16, 1.5, 50000)
-    status = {entry.key: entry.status for entry in imported.keys}
-    assert status["actor_train.data_args.video_min_pixels"] == "unsupported"
+    assert (written["max_frames"], written["video_fps"]) == (16, 1.5)
+    assert (written["min_pixels"], written["max_pixels"], written["max_video_pixels"]) == (4000, 50000, 600000)
+    ground_truth = imported.config["rewards"]["math"].get("ground_truth")
+    if function is None:
+        assert ground_truth == "reward_model.ground_truth"
+    else:
+        assert (written["tag"], ground_truth) == ("modality_type", None)
+        assert imported.config["validation"]["data_args"]["columns"] == written["columns"]
+    file = tmp_path / "ours.yaml"
+    file.write_text(yaml.safe_dump(imported.config), encoding="utf-8")
+    row = {"problem": "How many?", "solution": "4", "video": "a.mp4", "modality_type": "video"}
+    rows = [ColumnExpressions(written.get("columns", {}), "rows.json")(row, 1)]
+    if function is not None:
+        assert (rows[0]["prompt"], rows[0]["ground_truth"]) == ("How many?", "4")
+    load(file, (), registry)
+
+
+def test_other_functions_of_rows_are_left_to_check(registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data
+    put(data, ("actor_train", "data_args", "custom_data_kwargs_func"), "mine.rows")
+    written = converted(data, registry, tmp_path).config["actor_train"]["data_args"]
+    assert written["custom_data_kwargs_func"] == "mine.rows"
 
 
 def of_strategy(name, keys, steps, samples, slots=16):

@@ -180,7 +180,8 @@ class _RollConversion(Conversion):
         yield from (default for default in added if default[0][0] not in roles or default[0][0] in self.config)
         if self.pipeline == "rlvr" and has_images(self.source):
             rewards = self.config.get("rewards")
-            for domain in rewards if isinstance(rewards, dict) else ():
+            computes = value_at(self.config, ("actor_train", "data_args", "columns", "ground_truth"))
+            for domain in rewards if isinstance(rewards, dict) and not computes else ():
                 if value_at(rewards, (domain, "reward")) == "math_rule":
                     yield ("rewards", domain, "ground_truth"), GROUND_TRUTH, OF_IMAGE_ROWS
 

@@ -82,11 +82,12 @@ DATA: Table = {
     **keys("tag id domain_interleave_probs max_pixels", keep()),
     "image_key": rename("images"),
     **keys("image_max_pixels video_max_pixels", rename("max_pixels")),
-    **keys("min_pixels image_min_pixels video_min_pixels", refused("the model's processor enlarges small images")),
+    "min_pixels": keep(),
+    **keys("image_min_pixels video_min_pixels", rename("min_pixels")),
     "video_key": rename("videos"),
     "video_fps": keep(),
     "video_max_frames": rename("max_frames"),
-    "video_total_pixels": refused("set max_frames and max_pixels"),
+    "video_total_pixels": change("→ `max_video_pixels`, doubled: ROLL counts two frames as one", values.video_pixels),
     "video_resize_chunk_frames": unneeded("it does not affect results"),
     **keys("image_folder video_folder", change("→ `image_roots`", values.image_root)),
     "messages": change("kept in rlvr", values.messages_column),
@@ -95,7 +96,9 @@ DATA: Table = {
     "dataset_type": change("kept, except `text`", values.dataset_type),
     "response": unneeded("sft reads response_key; rlvr needs no responses"),
     "preprocessing_num_workers": unneeded("rows are encoded in one process"),
-    "custom_data_kwargs_func": refused("custom code that makes rows: write the rows to a file"),
+    "custom_data_kwargs_func": change(
+        "`video_r1_get_data_kwargs` → `columns`; otherwise rejected: custom code that makes rows", values.row_function
+    ),
     "eval_file_name": dead("nothing reads it"),
     **keys("dataset_dir interleave_probs", UNDECLARED),
 }
@@ -534,7 +537,7 @@ STRATEGIES: dict[str, Table] = {
 
 COLUMNS = (
     *("template", "messages", "prompt", "query", "response", "system", "images", "videos", "image_roots"),
-    *("tag", "chosen", "rejected"),
+    *("tag", "chosen", "rejected", "columns"),
 )
 
 

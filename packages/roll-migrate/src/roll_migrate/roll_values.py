@@ -21,6 +21,8 @@ DEFAULT_PROMPT_LENGTH = 1024
 """Default of `prompt_length` in both ROLL and roll-core, in tokens."""
 MAX_RUNNING = 128
 """ROLL's default of `max_running_requests`."""
+VIDEO_ROWS = "video_r1_get_data_kwargs"
+"""ROLL's `custom_data_kwargs_func` of rows with videos."""
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
@@ -439,6 +441,27 @@ def file_name(value: Any, key: Key) -> Outcome:
 def image_root(value: Any, key: Key) -> Outcome:
     """ROLL joins it with the names of images or videos in rows."""
     return key.renamed({(*key.path[:-1], "image_roots"): [value]})
+
+
+def video_pixels(value: Any, key: Key) -> Outcome:
+    """ROLL divides it by half the number of frames, since a token has two (qwen_vl_utils.fetch_video)."""
+    if not isinstance(value, int):
+        return key.unneeded("null has no effect") if value is None else key.rejected("expected a number of pixels")
+    return key.changed({(*key.path[:-1], "max_video_pixels"): 2 * value}, "of all frames; ROLL counts two as one")
+
+
+def row_function(value: Any, key: Key) -> Outcome:
+    """Function that makes rows (roll/datasets/vlm_dataset_utils.py); ROLL has one for data with videos."""
+    if value is None:
+        return key.unneeded("null has no effect")
+    if str(value).rpartition(".")[2] != VIDEO_ROWS:
+        return key.refused("custom code that makes rows: compute them by `columns`, or write them to a file")
+    columns = {"prompt": "{{ problem }}", "ground_truth": "{{ solution }}"}
+    written = {"columns": columns, "videos": "video", "tag": "modality_type"}
+    return key.differs(
+        "ROLL appends requests for <think> and <answer> tags to prompts, by problem_type: write them in columns.prompt",
+        {(*key.path[:-1], name): entry for name, entry in written.items()},
+    )
 
 
 def dataset_type(value: Any, key: Key) -> Outcome:

@@ -14,6 +14,7 @@ import math
 import os
 import tempfile
 import warnings
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,27 @@ _BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 
 
 class OversizedImageError(DataError):
-    """An image has more than `max_pixels` pixels or a video more than `max_frames` frames, and `oversized_images` is
-    `drop`."""
+    """An image or a video exceeds a maximum of `data_args`, and `oversized_images` is `drop`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelLimits:
+    """Numbers of pixels that images may have."""
+
+    least: int = 0
+    """Smaller images are enlarged."""
+    most: int | None = None
+    """Larger images are reduced, or an error with `drop`."""
+    drop: bool = False
+
+    @classmethod
+    def of(cls, data: DataArguments, num_frames: int = 1) -> PixelLimits:
+        """Those of images, or of each frame of a video with `num_frames` frames."""
+        least, most = data.min_pixels or 0, data.max_pixels
+        if num_frames > 1 and data.max_video_pixels is not None:
+            share = max(least, data.max_video_pixels // num_frames)
+            most = share if most is None else min(most, share)
+        return cls(least, most, data.oversized_images == "drop")
 
 
 def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Media:
@@ -73,7 +93,7 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
             raise DataError(f"{where}: image {value!r:.200} cannot be read: {reason}") from error
     else:
         raise DataError(f"{where}: an image is {value!r:.60}, expected a path, bytes or base64")
-    image, stored = _checked(raw, where, data.max_pixels, data.oversized_images == "drop")
+    image, stored = _checked(raw, where, PixelLimits.of(data))
     digest = media_digest(stored)
     if stored is not raw:
         path = temporary_file(stored, digest, "png")
@@ -172,7 +192,7 @@ def _placeless(text: str) -> str:
 @lru_cache(maxsize=256)
 def _received(raw: bytes) -> Media:
     """Equal images are one object: agents send all images again with each request."""
-    image, stored = _checked(raw, "message", None, False)
+    image, stored = _checked(raw, "message", PixelLimits())
     return Media(digest=media_digest(stored), width=image.width, height=image.height, data=stored)
 
 
@@ -249,7 +269,7 @@ def allowed_path(value: str, where: str, data: DataArguments, folder: Path, what
     return next((path for path in inside if path.exists()), inside[0])
 
 
-def _checked(raw: bytes, where: str, max_pixels: int | None, drop: bool) -> tuple[Image.Image, bytes]:
+def _checked(raw: bytes, where: str, limits: PixelLimits) -> tuple[Image.Image, bytes]:
     """The decoded image and the bytes to store: `raw` itself if they decode to the same pixels without a conversion."""
     try:
         from PIL import Image, ImageOps
@@ -273,23 +293,33 @@ def _checked(raw: bytes, where: str, max_pixels: int | None, drop: bool) -> tupl
         raise
     except Exception as error:  # decoders raise all kinds of errors for corrupt bytes
         raise DataError(f"{where}: an image of {len(raw)} bytes cannot be decoded: {error}") from error
-    shrunk = reduced(rgb, where, max_pixels, drop)
-    same = not rotated and shrunk is rgb and image.mode in ("RGB", "L") and "transparency" not in image.info
-    return shrunk, raw if same else _png(shrunk)
+    fitting = resized(rgb, where, limits)
+    same = not rotated and fitting is rgb and image.mode in ("RGB", "L") and "transparency" not in image.info
+    return fitting, raw if same else _png(fitting)
 
 
-def reduced(image: Image.Image, where: str, max_pixels: int | None, drop: bool) -> Image.Image:
-    """The image with at most `max_pixels` pixels. Raises `OversizedImageError` if it has more, and `drop`."""
+def resized(image: Image.Image, where: str, limits: PixelLimits) -> Image.Image:
+    """The image with a number of pixels within the limits, if its shape permits it.
+
+    Raises `OversizedImageError` if it has more, and `limits.drop`.
+    """
     from PIL import Image
 
     num_pixels = image.width * image.height
-    if max_pixels is None or num_pixels <= max_pixels:
+    if limits.most is not None and num_pixels > limits.most:
+        if limits.drop:
+            size = f"{image.width} x {image.height}"
+            raise OversizedImageError(
+                f"{where}: an image has {size} pixels, more than {limits.most} (max_pixels, max_video_pixels)"
+            )
+        scale = math.sqrt(limits.most / num_pixels)
+        width, height = (max(1, math.floor(side * scale)) for side in image.size)
+    elif num_pixels < limits.least:
+        scale = math.sqrt(limits.least / num_pixels)
+        width, height = (math.ceil(side * scale) for side in image.size)
+    else:
         return image
-    if drop:
-        raise OversizedImageError(f"{where}: an image has {image.width} x {image.height} pixels, more than max_pixels")
-    scale = math.sqrt(max_pixels / num_pixels)
-    size = max(1, math.floor(image.width * scale)), max(1, math.floor(image.height * scale))
-    return image.resize(size, Image.Resampling.BICUBIC)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def in_rgb(image: Image.Image) -> Image.Image:

@@ -19,12 +19,13 @@ from roll_core.data.media import (
     KEYS,
     MAX_DECODED_PIXELS,
     OversizedImageError,
+    PixelLimits,
     allowed_path,
     base64_of,
     decoded_base64,
     in_rgb,
     load_image,
-    reduced,
+    resized,
     temporary_file,
     unwrapped,
 )
@@ -67,7 +68,7 @@ def load_video(video: RowVideo, where: str, data: DataArguments, folder: Path, p
     """The video of a row, with the frames that `processor` samples. `folder` is that of the row's file.
 
     Raises `DataError` for a video that is missing, corrupt, too short or outside of `data.image_roots`, and
-    `OversizedImageError` for one that exceeds `max_frames` or `max_pixels` if `oversized_images` is `drop`.
+    `OversizedImageError` for one that exceeds a maximum if `oversized_images` is `drop`.
     """
     drop = data.oversized_images == "drop"
     target_fps = data.video_fps if video.fps is None else video.fps
@@ -94,7 +95,8 @@ def load_video(video: RowVideo, where: str, data: DataArguments, folder: Path, p
     if len(sizes := sorted({frame.size for frame in decoded.values()})) > 1:
         shown = " and ".join(f"{width} x {height}" for width, height in sizes[:2])
         raise DataError(f"{where}: the frames of a video have different sizes: {shown}")
-    frames = [reduced(decoded[index], where, data.max_pixels, drop) for index in indices]
+    limits = PixelLimits.of(data, len(indices))
+    frames = [resized(decoded[index], where, limits) for index in indices]
     return _stored(frames, SampledFrames(indices=indices, num_frames=source.num_frames, fps=source.fps))
 
 
@@ -104,8 +106,8 @@ def _check_keys(value: Any, where: str) -> None:
         known = ("type", *VIDEO_KEYS, *RATE_KEYS)
         if unread := [key for key, item in value.items() if item is not None and key not in known]:
             raise DataError(
-                f"{where}: a video has the key {unread[0]!r}, which nothing reads: set data_args.video_fps, max_frames"
-                " or max_pixels instead"
+                f"{where}: a video has the key {unread[0]!r}, which nothing reads: set data_args.video_fps, max_frames,"
+                " max_pixels or max_video_pixels instead"
             )
         value = next((value[key] for key in VIDEO_KEYS if value.get(key)), None)
 

@@ -530,6 +530,9 @@ class DataArguments(Config):
     max_pixels: Annotated[PositiveInt | None, OF_IMAGES] = None
     """Larger images and frames of videos are reduced to this number of pixels, or dropped (`oversized_images`).
     Default: only the model's processor reduces them."""
+    min_pixels: Annotated[PositiveInt | None, OF_IMAGES] = None
+    """Smaller images and frames of videos are enlarged to this number of pixels. Default: only the model's processor
+    enlarges them."""
     max_images: Annotated[PositiveInt | None, OF_IMAGES] = None
     """Rows with more images are dropped. Default: no maximum."""
     max_videos: Annotated[PositiveInt | None, OF_VIDEOS] = None
@@ -537,12 +540,15 @@ class DataArguments(Config):
     max_frames: Annotated[Annotated[int, Field(ge=2)] | None, OF_VIDEOS] = None
     """If more frames of a video would be sampled, sample at most this number, or drop the row (`oversized_images`).
     Default: the maximum of the model's processor."""
+    max_video_pixels: Annotated[PositiveInt | None, OF_VIDEOS] = None
+    """If the sampled frames of a video have more pixels together, reduce each frame, not below `min_pixels`, or drop
+    the row (`oversized_images`). Default: no maximum."""
     video_fps: Annotated[PositiveFloat | None, OF_VIDEOS] = None
     """Frames that are sampled from a second of a video, and frames per second of lists of frames. Default: those of the
     model's processor, or 2."""
     oversized_images: Annotated[Literal["resize", "drop"], Needs("limits_size")] = "resize"
-    """Images with more than `max_pixels` and videos with more than `max_frames`: `resize` reduces them, `drop` drops
-    the row."""
+    """Images with more than `max_pixels` and videos with more than `max_frames` or `max_video_pixels`: `resize` reduces
+    them, `drop` drops the row."""
     broken_images: Annotated[Literal["error", "drop"], OF_IMAGES] = "error"
     """Images and videos that cannot be read: `error` ends the run, `drop` drops the row. Dropped rows are counted."""
     tools: str | None = None
@@ -581,7 +587,13 @@ class DataArguments(Config):
     @property
     def limits_size(self) -> bool:
         """True if images or videos may be too large."""
-        return self.max_pixels is not None or self.max_frames is not None
+        return any(limit is not None for limit in (self.max_pixels, self.max_frames, self.max_video_pixels))
+
+    @model_validator(mode="after")
+    def _pixels_have_a_range(self) -> Self:
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels is {self.min_pixels}, more than max_pixels {self.max_pixels}")
+        return self
 
     @model_validator(mode="after")
     def _shares_are_given_once(self) -> Self:
