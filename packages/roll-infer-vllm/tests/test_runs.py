@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shared_tests.engine_runs import ImageRunTests
 from shared_tests.quickstart import FULL_RUN_S, LEARNED, PLACES, TAUGHT, QuickStartTests
 
 STRICT = ("guards.logprob_gap=error",)
@@ -53,3 +54,11 @@ class TestQuickStart(QuickStartTests):
         assert record["environments"]["actor_train"]["torch"].partition("+")[0] == OTHER_TORCH
         assert record["versions"]["torch"] == version("torch")
         assert not version("torch").startswith(OTHER_TORCH)
+
+
+@pytest.mark.slow
+@pytest.mark.engine("vllm")
+@pytest.mark.timeout(900)
+class TestImageRun(ImageRunTests):
+    engine = "vllm"
+    settings = {"kv_cache_memory_bytes": 64 << 20}  # noqa: RUF012

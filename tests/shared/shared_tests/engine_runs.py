@@ -1,4 +1,5 @@
-"""End-to-end runs with an engine, by `roll-core run` in a subprocess: adapters, and agents at the recording endpoint.
+"""End-to-end runs with an engine, by `roll-core run` in a subprocess: adapters, images, and agents at the recording
+endpoint.
 
 For plugins of this repository:
 
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import yaml
+
+from shared_tests.tiny_vision import picture, tiny_vision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +49,7 @@ MIXTURE = {
 INPUTS_AND_OUTPUTS = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 2 * (64 + 96) + (96 + 64)
 """Input plus output sizes of the projections q, k and v, o, gate and up, down, summed over one layer."""
 JUDGE = "def score(prompt, response, **row):\n    return sum(c in '02468' for c in response) / 6 + len(response) % 2\n"
+SEEN = "def score(prompt, response, images):\n    return images[0].width + len(response) % 3\n"
 AGENT = """
 import openai
 
@@ -121,6 +125,51 @@ class AdapterRunTests:
         counted = [line.get("engine/actor_infer/generated_tokens", 0) for line in lines]
         read = max(step for step, count in enumerate(counted, start=1) if count)
         assert sum(counted) >= sum(line["tokens/generated"] for line in lines[:read])
+
+
+class ImageRunTests:
+    """Prompts with an image, two, a video, and none."""
+
+    engine: ClassVar[str]
+    """Name of the infer strategy."""
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Its `strategy_config`."""
+
+    def test_trainer_and_engine_agree_after_images(self, tmp_path: Path) -> None:
+        """Logprobs must agree before and after an update, and rewards and records have the images."""
+        config = two_steps(tmp_path, self.engine, self.settings)
+        for i in range(4):
+            picture(28 * (1 + i % 2), 56, seed=i).save(tmp_path / f"{i}.png")
+        rows = [
+            {"prompt": "<image> how many?", "images": ["0.png"]},
+            {"prompt": "<image> or <image>?", "images": ["1.png", "2.png"]},
+            {"prompt": "<video> or <image>?", "images": ["3.png"], "videos": [["0.png", "2.png"]]},
+            {"prompt": "<image>", "images": ["3.png"]},
+        ]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+        del config["tokenizer"], config["actor_train"]["model_args"]["random_init"]
+        config["actor_train"]["data_args"] |= {"images": "images", "videos": "videos"}
+        config["guards"] = {"logprob_probe": {"every": 1}, "logprob_gap": {"action": "error", "threshold": BOUND}}
+        config["rewards"] = {"seen": {"reward": "function", "function": "seeing:score"}}
+        config |= {"pretrain": str(tiny_vision(tmp_path / "model", "qwen2_5_vl", num_heads=2)), "prompt_length": 64}
+        config |= {"executor": "local", "record_rollouts": True}
+        run, lines = finished_run(tmp_path, "seeing", SEEN, config)
+        assert [line["step"] for line in lines] == [1, 2]
+        for line in lines:
+            assert line["weight_sync/logprob_probe"] < BOUND
+            assert line["actor/logprob_gap"] < BOUND
+            assert line["actor/grad_norm"] > 0
+        samples = [json.loads(line) for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+        assert {file.name for file in (run / "media").iterdir()} == {
+            image["digest"] for sample in samples for image in sample["images"]
+        }
+        groups = [
+            json.loads(line)
+            for file in sorted((run / "rollouts").glob("step-*.jsonl"))
+            for line in file.read_text(encoding="utf-8").splitlines()[1:]
+        ]
+        assert len({digest for group in groups for digest in group["images"]}) == 5  # four images and the video
+        assert all(sample["reward"] >= sample["images"][0]["width"] for sample in samples)
 
 
 class RouterReplayRunTests:

@@ -25,6 +25,9 @@ from roll_testing.errors import raises_error
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from shared_tests.loaded_engine import CLOSE, digests
 from shared_tests.tiny_vision import (
+    IDS,
+    IMAGE_END,
+    IMAGE_START,
     VIDEO_TYPES,
     picture,
     tiny_video,
@@ -98,8 +101,11 @@ class ImageEngineTests:
 
     def test_logprobs_are_those_of_transformers(self, engine: SeeingEngine) -> None:
         prompt = engine.prompt
+        ids, media = prompt("What is # this?", 0)
+        bare = ids[~np.isin(ids, [IDS[IMAGE_START], IDS[IMAGE_END]])]
         engine.check(
-            ask("one", prompt("What is # this?", 0)),
+            ask("one", (ids, media)),
+            ask("without its start and end", (bare, media)),
             ask("two", prompt("#a#", 1, 2), n=2),
             ask("other order", prompt("#a#", 2, 1)),
             ask("text", prompt("Only a text.")),

@@ -10,13 +10,11 @@ process, where the expanded ids stay as they are:
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
@@ -120,28 +118,27 @@ class RunProcessor(BaseMultimodalProcessor):  # type: ignore[misc]  # SGLang is 
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Positions `[3, L]` of the tokens, and their distance `[1, 1]` to the indices of later tokens.
 
-        None for a model with one axis of positions.
+        None for a model with one axis of positions. The rule is that of Qwen2-VL (arXiv:2409.12191, section 2.1): text
+        continues behind the largest position before it. SGLang's own finds images by the token before them, which may
+        be missing.
         """
-        arrays: dict[str, list[Tensor]] = defaultdict(list)
-        for _, media in places:
-            for name, array in self._arrays(media).items():
-                if name in (*GRIDS.values(), SECONDS):
-                    arrays[name].append(array)
-        if not arrays:
+        if not places:
             return None, None
-        config = self.hf_config
-        end = places[-1][0][-1][1] + 1  # SGLang looks at the token after each start of an image: the last has none
-        positions, _ = MRotaryEmbedding.get_rope_index(
-            spatial_merge_size=self.spatial_merge_size,
-            image_token_id=self._run_processor.image_token_id,
-            video_token_id=config.video_token_id,
-            vision_start_token_id=config.vision_start_token_id,
-            model_type=config.model_type,
-            tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
-            input_ids=torch.from_numpy(ids[None, :end]),
-            **{name: torch.cat(parts) for name, parts in arrays.items()},
-        )
-        first = int(positions.max()) + 1
-        rest = torch.arange(first, first + len(ids) - end).expand(3, -1)
-        delta = torch.tensor([[first - end]])
-        return torch.cat([positions[:, 0], rest], dim=1), delta
+        parts: list[Tensor] = []
+        start = end = 0  # the next position, and the number of tokens that have one
+        for runs, media in places:
+            arrays = self._arrays(media)
+            grid = arrays.get(GRIDS[media.kind])
+            if grid is None:
+                return None, None
+            ((time, height, width),) = grid.tolist()
+            merge, num_frames = self.spatial_merge_size, time // len(runs)  # of Qwen3-VL, each frame has a run
+            sides = num_frames, height // merge, width // merge
+            cells_AT = torch.stack(torch.meshgrid(*map(torch.arange, sides), indexing="ij")).flatten(1)
+            if SECONDS in arrays:
+                cells_AT[0] = (cells_AT[0] * arrays[SECONDS] * self.hf_config.vision_config.tokens_per_second).long()
+            for first, last in runs:
+                parts += [torch.arange(start, start + first - end).expand(3, -1), cells_AT + start + first - end]
+                start, end = int(parts[-1].max()) + 1, last + 1
+        parts.append(torch.arange(start, start + len(ids) - end).expand(3, -1))
+        return torch.cat(parts, dim=1), torch.tensor([[start - end]])
