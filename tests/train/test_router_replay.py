@@ -231,8 +231,8 @@ def test_unsupported_replay_is_refused_by_name(build, tiny):
     with raises_error(UnsupportedError, "qwen3"):
         build(random_init=tiny, router_replay=True)
     with raises_error(ValueError, "gpt_oss"):
-        check_routers({"model_type": "gpt_oss", "num_local_experts": 8})
-    check_routers({})  # nothing is known yet
+        check_routers({"model_type": "gpt_oss", "num_local_experts": 8}, "router_replay")
+    check_routers({}, "router_replay")  # nothing is known yet
 
 
 @pytest.mark.parametrize(

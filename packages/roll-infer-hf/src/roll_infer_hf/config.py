@@ -75,4 +75,4 @@ class HFInferConfig(StrategyConfig):
     def check_router_replay(self, keys: Mapping[str, Any]) -> None:
         from roll_modeling.routing import check_routers
 
-        check_routers(keys)
+        check_routers(keys, "router_replay")

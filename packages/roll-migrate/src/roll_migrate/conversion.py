@@ -41,7 +41,7 @@ FOR_IMAGES = {f"{engine}_{does}": f"fsdp2_{does}" for engine in ("megatron", "fs
 SPLITTING = ("tensor_model_parallel_size", "ulysses_size", "ring_size")
 """Keys of FSDP2 that are removed."""
 AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-"""Keys of Megatron's `strategy_config` that change gradients, and that FSDP2 lacks."""
+"""Keys of Megatron's `strategy_config` that change gradients, and that FSDP2 has for fewer models."""
 
 _ENVIRONMENT = re.compile(r"\$\{oc\.(?:env:[^${}]*|decode:\s*\$\{oc\.env:[^${}]*\})\}")
 

@@ -495,7 +495,9 @@ def _common(model: str) -> dict[str, Convert]:
         f"{model}model_name_or_path": to("pretrain"),
         f"{model}gradient_checkpointing_enable": unneeded("it is on by default"),
         f"{model}gradient_checkpointing_reentrant": FASTER,
-        f"{model}aux_loss_coef": refused("only megatron_train has the routers' balancing loss", 0),
+        f"{model}aux_loss_coef": refused(
+            "set strategy_config.moe_aux_loss_coeff to it × top-k / layers with experts", 0
+        ),
         "train.batch_size": _computed("gradient_accumulation", "per_device_train"),
         "train.micro_batch_size": _computed("gradient_accumulation", "per_device_train"),
         "train.max_epochs": _epochs,

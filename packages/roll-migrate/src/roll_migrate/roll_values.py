@@ -531,7 +531,9 @@ def moe_aux_loss_coef(value: Any, key: Key) -> Outcome:
         return key.unneeded("it has no effect")
     strategy = (*key.role, "strategy_args")
     if not str(key.get(*strategy, "strategy_name")).startswith("megatron"):
-        return key.refused("only Megatron adds a router's auxiliary loss")
+        return key.refused(
+            "ROLL adds it with Megatron only; moe_aux_loss_coeff of strategy_config does with any strategy"
+        )
     for name in ("moe_aux_loss_coeff", "moe_aux_loss_coef"):
         if key.get(*strategy, "strategy_config", name) is not None:
             return key.unneeded(f"{name} of its strategy_config takes precedence, as in ROLL")

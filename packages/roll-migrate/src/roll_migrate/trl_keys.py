@@ -668,7 +668,9 @@ MODEL: dict[str, Any] = {
     "dtype": nested(_precision),
     "attn_implementation": _attention_argument,
     "trust_remote_code": each_role("trust_remote_code"),
-    "router_aux_loss_coef": refused("set strategy_config.moe_aux_loss_coeff of megatron_train", 0, 0.0),
+    "router_aux_loss_coef": refused(
+        "set strategy_config.moe_aux_loss_coeff to it × top-k / layers with experts", 0, 0.0
+    ),
     "disable_dropout": unneeded("dropout is always off in training"),
     "cast_lm_head_to_fp32": unneeded("logprobs are always computed in fp32"),
     "activation_offloading": unsupported("set strategy_config.activation_offloading of fsdp2_train", False),

@@ -127,7 +127,7 @@ class Backbone:
         images: Images | None,
     ) -> Tensor:
         if self.replay is not None:
-            self.replay.begin(None if routed_experts_TMK is None else self._as_seen(routed_experts_TMK, lengths))
+            self.replay.begin(None if routed_experts_TMK is None else self.as_seen(routed_experts_TMK, lengths))
         elif routed_experts_TMK is not None:
             raise UnsupportedError("the microbatch has routed experts, but router_replay is off")
         if self.context is not None:
@@ -204,21 +204,21 @@ class Backbone:
             return {}
         return {"mm_encoder_outputs": self.images.features(images)}
 
-    def _as_seen(self, routed_experts_TMK: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Routed experts in the order in which the routers receive the tokens.
+    def as_seen(self, values_TXY: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Values of tokens, at least 0, in the order in which the routers receive the tokens.
 
-        The order is flat, this rank's part, or padded rows. Padding gets -1: the router chooses.
+        The order is flat, this rank's part, or padded rows. Padding gets -1.
         """
         if self.context is not None:
-            num_tokens = len(routed_experts_TMK)
-            part = self.context.part(num_tokens).to(routed_experts_TMK.device)
-            routed = routed_experts_TMK[part.clamp(max=num_tokens - 1)]
-            return routed.masked_fill_((part >= num_tokens)[:, None, None], -1)
+            num_tokens = len(values_TXY)
+            part = self.context.part(num_tokens).to(values_TXY.device)
+            values = values_TXY[part.clamp(max=num_tokens - 1)]
+            return values.masked_fill_((part >= num_tokens)[:, None, None], -1)
         if self.flat:
-            return routed_experts_TMK
+            return values_TXY
         size = len(lengths) * max(lengths)
-        seen = routed_experts_TMK.new_full((size, *routed_experts_TMK.shape[1:]), -1)
-        return seen.index_copy_(0, _places(lengths).to(seen.device), routed_experts_TMK)
+        seen = values_TXY.new_full((size, *values_TXY.shape[1:]), -1)
+        return seen.index_copy_(0, _places(lengths).to(seen.device), values_TXY)
 
     def disagreement(self, lengths: Sequence[int]) -> Tensor | None:
         """Per token, the share of replayed experts that the routers would not have chosen, `[T]`.

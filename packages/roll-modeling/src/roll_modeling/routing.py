@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     """Maps a router, its logits `[N, E]` and indices `[N, K]` to the weights of these experts, `[N, K]`."""
 
 
-def _softmax(router: Any, logits_NE: Tensor, indices_NK: Tensor) -> Tensor:
+def _softmax_weights(router: Any, logits_NE: Tensor, indices_NK: Tensor) -> Tensor:
     chosen_NK = logits_NE.float().softmax(-1).gather(1, indices_NK)
     if getattr(router, "norm_topk_prob", True):  # Mixtral has no such attribute and always normalises
         chosen_NK = chosen_NK / chosen_NK.sum(dim=-1, keepdim=True)
     return chosen_NK
 
 
-def _sigmoid(router: Any, logits_NE: Tensor, indices_NK: Tensor) -> Tensor:
+def _sigmoid_weights(router: Any, logits_NE: Tensor, indices_NK: Tensor) -> Tensor:
     chosen_NK = logits_NE.sigmoid().gather(1, indices_NK)
     if router.norm_topk_prob:
         chosen_NK = chosen_NK / (chosen_NK.sum(dim=-1, keepdim=True) + 1e-20)
@@ -47,21 +47,42 @@ def _sigmoid(router: Any, logits_NE: Tensor, indices_NK: Tensor) -> Tensor:
     return scaled_NK
 
 
-ROUTERS: Mapping[str, Weights] = {
-    "qwen2_moe": _softmax,
-    "qwen3_moe": _softmax,
-    "olmoe": _softmax,
-    "mixtral": _softmax,
-    "deepseek_v3": _sigmoid,
-    "glm4_moe": _sigmoid,
+def _softmax_scores(logits_NE: Tensor) -> Tensor:
+    return logits_NE.float().softmax(-1)
+
+
+def _sigmoid_scores(logits_NE: Tensor) -> Tensor:
+    scores_NE = logits_NE.float().sigmoid()
+    return scores_NE / (scores_NE.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFormulas:
+    """Formulas of an architecture's routers."""
+
+    weights: Weights
+    """Weights of given experts."""
+    scores: Callable[[Tensor], Tensor]
+    """Maps logits `[N, E]` to scores in float32, which add up to 1 over the experts."""
+
+
+SOFTMAX, SIGMOID = RouterFormulas(_softmax_weights, _softmax_scores), RouterFormulas(_sigmoid_weights, _sigmoid_scores)
+ROUTERS: Mapping[str, RouterFormulas] = {
+    "qwen2_moe": SOFTMAX,
+    "qwen3_moe": SOFTMAX,
+    "olmoe": SOFTMAX,
+    "mixtral": SOFTMAX,
+    "deepseek_v3": SIGMOID,
+    "glm4_moe": SIGMOID,
 }
-"""Weight formula of each architecture's routers (`model_type`), for given expert indices."""
+"""Formulas of each architecture's routers (`model_type`)."""
 
 
-def check_routers(keys: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a model with an unsupported router. `keys`: see `StrategyConfig.check_model`."""
+def check_routers(keys: Mapping[str, Any], key: str) -> None:
+    """Raise `ValueError` for a model whose routers the config `key` does not support. `keys`: see
+    `StrategyConfig.check_model`."""
     if "model_type" in keys and (why := _unknown(str(keys["model_type"]))):
-        raise ValueError(why)
+        raise ValueError(f"{key} {why}")
 
 
 def _compact(indices: np.ndarray[Any, Any], experts: int) -> RoutedExperts:
@@ -103,19 +124,20 @@ def _unknown(model_type: str) -> str:
     return f"supports only the routers of {known}, and the model has type {model_type}"
 
 
-class _Routers:
-    """Routers of a model in the order of its layers, with the weight formula of its architecture."""
+class Routers:
+    """Routers of a model in the order of its layers, with the formulas of its architecture."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, key: str) -> None:
+        """Raises `UnsupportedError`, naming the config `key` that needs them, for unknown routers."""
         config = model.config.get_text_config()
         if why := _unknown(config.model_type):
-            raise UnsupportedError(f"router_replay {why}")
-        self.weights = ROUTERS[config.model_type]
+            raise UnsupportedError(f"{key} {why}")
+        self.formulas = ROUTERS[config.model_type]
         self.modules: list[Any] = [
             module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
         ]
         if not self.modules:
-            raise UnsupportedError(f"router_replay needs experts; no layer of this {config.model_type} has any")
+            raise UnsupportedError(f"{key} needs experts; no layer of this {config.model_type} has any")
         self.top_k, self.num_experts = int(self.modules[0].top_k), int(self.modules[0].num_experts)
         self.dtype = np.min_scalar_type(self.num_experts - 1)
 
@@ -139,7 +161,7 @@ class RoutingRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         """Attach to the routers of `model`. Raises `UnsupportedError`, naming the architecture, for unknown routers."""
-        self._routers = _Routers(model)
+        self._routers = Routers(model, "router_replay")
         self._found: list[Tensor] = []
         self._routers.hook(self._note)
 
@@ -171,7 +193,7 @@ class RoutingReplay:
 
     def __init__(self, model: nn.Module) -> None:
         """Attach to the routers of `model`. Raises `UnsupportedError`, naming the architecture, for unknown routers."""
-        self._routers = _Routers(model)
+        self._routers = Routers(model, "router_replay")
         self._given_MNK: Tensor | None = None
         self._differing_N: Tensor | None = None
         self._counted = 0
@@ -228,7 +250,7 @@ class RoutingReplay:
             self._differing_N += missed_NK.float().mean(-1) / len(self._routers.modules)
             self._counted += 1
         replayed_NK = given_NK.where(known_NK, indices_NK)
-        weights = self._routers.weights(router, logits_NE, replayed_NK)
+        weights = self._routers.formulas.weights(router, logits_NE, replayed_NK)
         return weights.to(weights_NK.dtype), replayed_NK
 
     def _try(self, router: Any, logits_NE: Tensor, weights_NK: Tensor, indices_NK: Tensor) -> None:
@@ -236,7 +258,7 @@ class RoutingReplay:
         import torch
 
         with torch.no_grad():
-            found_NK = self._routers.weights(router, logits_NE, indices_NK).to(weights_NK.dtype)
+            found_NK = self._routers.formulas.weights(router, logits_NE, indices_NK).to(weights_NK.dtype)
         tolerance = 1e-4 if logits_NE.dtype == torch.float32 else 5e-2
         if not torch.allclose(found_NK, weights_NK, rtol=tolerance, atol=1e-6):
             raise UnsupportedError(

@@ -87,7 +87,12 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         return adapters
 
     def _prepare_blocks(self, config: HuggingFaceConfig) -> None:
-        """Set up recomputation, activation offload and compilation of the blocks, after trials of the model."""
+        """Set up recomputation, activation offload and compilation of the blocks, after trials of the model.
+
+        Raises `UnsupportedError` for losses of routers of a library's model.
+        """
+        if self.library is not None and config.router_loss:
+            raise UnsupportedError(f"role {self._mesh.role}: {config.router_loss} is not supported for library models")
         recomputes = self.training is not None and self.spec.gradient_checkpointing
         if not recomputes and not config.torch_compile:
             return

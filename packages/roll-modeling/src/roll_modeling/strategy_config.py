@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import PositiveInt, StrategyConfig
+from roll_core.spec.config import NonNegativeFloat, PositiveInt, StrategyConfig
 from roll_modeling.model_table import (
     CAUSAL_LM,
     CLASSIFIER,
@@ -55,6 +55,20 @@ class HuggingFaceConfig(StrategyConfig):
     layers replace those of `fused`.
     """
 
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss that each MoE layer adds to the objective; 0.001 is common.
+
+    Reported as `load_balancing_loss`, which is 1 if all experts are used equally.
+    """
+    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    """Coefficient of the mean squared log-normalizer of the routers' logits. Reported as `router_z_loss`."""
+
+    @property
+    def router_loss(self) -> str:
+        """A key that enables losses of routers; empty if none does."""
+        keys = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        return next((key for key in keys if getattr(self, key)), "")
+
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
         if self.recompute_granularity == "selective" and self.activation_offloading:
@@ -67,7 +81,16 @@ class HuggingFaceConfig(StrategyConfig):
                 "recompute_granularity: selective chooses among single operators, which torch_compile joins: remove"
                 " one of them"
             )
+        if self.torch_compile and self.router_loss:
+            raise ValueError(f"torch_compile does not compile losses of routers: remove it, or {self.router_loss}")
         return self
+
+    @override
+    def check_model(self, keys: Mapping[str, Any]) -> None:
+        from roll_modeling.routing import check_routers
+
+        if key := self.router_loss:
+            check_routers(keys, key)
 
     @override
     def check_model_args(self, model_args: Mapping[str, Any]) -> None:
@@ -77,6 +100,8 @@ class HuggingFaceConfig(StrategyConfig):
                 f"model_args.disable_gradient_checkpointing is true, which disables recomputation: remove it or"
                 f" {', '.join(asked)}"
             )
+        if self.router_loss and model_args.get("dtype") == "fp16":
+            raise ValueError(f"{self.router_loss} is not supported in fp16, whose losses are scaled: use bf16 or fp32")
         if self.torch_compile and model_args.get("load_in_4bit") is True:
             raise ValueError("torch_compile does not compile layers of model_args.load_in_4bit: remove one of them")
 
@@ -109,4 +134,4 @@ class HuggingFaceConfig(StrategyConfig):
 
         if self.torch_compile:
             raise ValueError("torch_compile does not compile replaced experts: remove it, or router_replay")
-        check_routers(keys)
+        check_routers(keys, "router_replay")

@@ -20,6 +20,7 @@ from roll_core.spec.module_program import move_tensors
 from roll_core.spec.train import TokenOutputs
 from roll_core.types import TrainSequence
 from roll_modeling.backbone import Backbone, LanguageHead
+from roll_modeling.balancing import RouterBalancing
 from roll_modeling.images import image_reader
 from roll_modeling.logprobs import HeadOutputs, HeadRequest
 from roll_modeling.model import scalar_head
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from roll_core.spec.train import LossFn, LossMetrics, LossOutput, MicroBatch, WantedOutputs
     from roll_modeling.context_parallel import ContextParallel
     from roll_modeling.process_group import ProcessGroup
+    from roll_modeling.strategy_config import HuggingFaceConfig
 
 
 IDLE = ("idle",)
@@ -53,11 +55,15 @@ class TaskModel:
         *,
         chunk_tokens: int | None = None,
         context: ContextParallel | None = None,
+        router_losses: HuggingFaceConfig | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
         """Runs the model on a few tokens to choose its layout.
 
         `chunk_tokens` is the number of tokens whose logits exist at once; None chooses it. The ranks of `context` share
-        the tokens of each microbatch, and all get the whole outputs. Raises `ModelError` or `UnsupportedError`.
+        the tokens of each microbatch, and all get the whole outputs. Backward passes add the routers' losses of
+        `router_losses`, times `loss_scale`, by which the strategy multiplies losses. Raises `ModelError` or
+        `UnsupportedError`.
         """
         self.model, self.task, self.chunk_tokens, self.context = model, spec.task, chunk_tokens, context
         replay = RoutingReplay(model) if spec.router_replay else None
@@ -67,6 +73,10 @@ class TaskModel:
             model, attn_implementation=spec.attn_implementation, context=context, replay=replay, images=self.images
         )
         self.head = LanguageHead(model) if spec.task == "causal_lm" else None
+        self.balancing: RouterBalancing | None = None
+        if router_losses is not None and router_losses.router_loss:
+            group = None if context is None else context.group
+            self.balancing = RouterBalancing(model, router_losses, group=group, scale=loss_scale)
         self.num_positions = position_table(model.config.to_dict())
         """Longest sequence of a model with a table of positions; None for others."""
 
@@ -92,7 +102,28 @@ class TaskModel:
         with adapters_off(self.model):
             return self._outputs(micro, want, host)
 
+    def loss(self, loss: LossFn, outputs: TokenOutputs, micro: MicroBatch) -> LossOutput:
+        """Compute a loss from the outputs of `micro`, with the routers' metrics. Collective over `context`."""
+        output = loss(outputs, micro)
+        if self.balancing is not None:
+            output = replace(output, metrics={**output.metrics, **self.balancing.metrics()})
+        return output
+
+    def _begin_balancing(self, micro: MicroBatch) -> None:
+        """Announce the tokens of trained sequences to the routers' losses, before a forward pass with gradients."""
+        if self.balancing is None:
+            return
+        if not torch.is_grad_enabled() or micro.ids == IDLE:
+            self.balancing.begin(None)
+            return
+        trained_S = torch.zeros(len(micro.lengths), device=micro.segments_T.device)
+        trained_S = trained_S.index_add(0, micro.segments_T.long(), micro.loss_mask_T.float()) > 0
+        members_T = micro.segments_T.long().where(trained_S[micro.segments_T.long()], -1)
+        members_N = self.backbone.as_seen(members_T[:, None, None], micro.lengths).flatten()
+        self.balancing.begin(members_N, len(micro.lengths), micro.totals.sequences)
+
     def _outputs(self, micro: MicroBatch, want: WantedOutputs, host: MicroBatch) -> TokenOutputs:
+        self._begin_balancing(micro)
         if self.num_positions is not None:
             check_positions(micro, self.num_positions)
         images = None

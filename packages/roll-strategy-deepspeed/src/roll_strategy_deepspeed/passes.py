@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,11 +64,12 @@ class Passes:
         self._join_images(micros)
         num_idle = self._ranks.most([len(micros)])[0] - len(micros) if self._stage >= 2 else 0
         losses = PendingLosses(self._ranks.device, self._ranks)
+        compute = loss if self._task_model is None else partial(self._task_model.loss, loss)
         for micro, moved in moved_ahead(micros, self._ranks.device):
             outputs = self._outputs(moved, loss.want, micro)
             total = zero_loss(outputs)
             try:
-                output = loss(outputs, moved)
+                output = compute(outputs, moved)
                 total = output.loss if output.loss.requires_grad else total
                 losses.add_tokens(output, outputs, micro)
             except NonFiniteError as raised:

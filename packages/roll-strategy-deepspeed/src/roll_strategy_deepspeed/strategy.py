@@ -76,7 +76,13 @@ class DeepSpeedStrategy(HuggingFaceStrategy[OptimizerState]):
         self.head: LanguageHead | None = None
         self.computation: Computation | None = None
         if self.library is None:
-            self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
+            self.task_model = TaskModel(
+                self.model,
+                model,
+                chunk_tokens=self.config.logprob_chunk_tokens,
+                router_losses=self.config,
+                loss_scale=self.ranks.size,  # see `Passes.backward`
+            )
             self.head = self.task_model.head
             self.computation = Computation(self.model, self.task_model)
             if self.stage == 3:

@@ -128,6 +128,7 @@ class FSDP2Config(HuggingFaceConfig):
 
     @override
     def check_model(self, keys: Mapping[str, Any]) -> None:
+        super().check_model(keys)
         if self.ep_size > 1 and "model_type" in keys and "auto_map" not in keys and not has_experts(keys):
             raise ValueError(f"ep_size is {self.ep_size}, but a model of type {keys['model_type']} has no experts")
         package = __name__.partition(".")[0]

@@ -91,7 +91,7 @@ class Passes:
                 total = zero_loss(outputs)
                 if index >= len(idle):
                     try:
-                        output = loss(outputs, moved)
+                        output = self.task_model.loss(loss, outputs, moved)
                         total = total + output.loss
                         losses.add_tokens(output, outputs, micro)
                     except NonFiniteError as raised:

@@ -93,7 +93,13 @@ class FSDP2Strategy(HuggingFaceStrategy[ShardedOptimizer]):
         context = self._context()
 
         def make() -> TaskModel:
-            return TaskModel(self.model, model, chunk_tokens=config.logprob_chunk_tokens, context=context)
+            return TaskModel(
+                self.model,
+                model,
+                chunk_tokens=config.logprob_chunk_tokens,
+                context=context,
+                router_losses=config,
+            )
 
         self.passes = Passes(
             self.root,

@@ -87,7 +87,9 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
                 keep_freed_memory()
         self.replicas.broadcast(self._weights())
         if self.library is None:
-            self.task_model = TaskModel(self.model, model, chunk_tokens=self.config.logprob_chunk_tokens)
+            self.task_model = TaskModel(
+                self.model, model, chunk_tokens=self.config.logprob_chunk_tokens, router_losses=self.config
+            )
         self._prepare_blocks(self.config)
         if self.training is not None:
             self.optimizer = ModelOptimizer(dict(self.model.named_parameters()), self.training, self.replicas)
@@ -117,7 +119,7 @@ class HFTrainStrategy(HuggingFaceStrategy[ModelOptimizer]):
 
         def compute(micro: MicroBatch, moved: MicroBatch, losses: PendingLosses) -> LossOutput:
             outputs = self.task_model.outputs(moved, loss.want, micro)
-            output = loss(outputs, moved)
+            output = self.task_model.loss(loss, outputs, moved)
             losses.add_tokens(output, outputs, micro)
             return output
 
