@@ -8,6 +8,7 @@ import pytest
 
 from roll_core.data.hub import HubName
 from roll_core.data.rows import first_rows, read_rows
+from roll_core.data.streamed import StreamedRows
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
 from roll_testing.errors import raises_error
@@ -45,6 +46,13 @@ def test_a_name_has_the_arguments_of_load_dataset():
     assert HubName.parse("hf://a/b/c?split=train[:10%25]+test&revision=refs%2Fconvert%2Fparquet") == HubName(
         repo="a/b", subset="c", split="train[:10%]+test", revision="refs/convert/parquet"
     )
+
+
+def test_streamed_rows_are_those_in_memory(hub):
+    data = DataArguments(file_name=["hf://openai/gsm8k/main?split=test", "hf://openai/gsm8k/socratic"])
+    streamed, rows = StreamedRows(data), read_rows(data)
+    assert list(streamed.read([9, 0, 4])) == [rows[9], rows[0], rows[4]]
+    assert streamed.revisions == rows.revisions
 
 
 @pytest.mark.parametrize(

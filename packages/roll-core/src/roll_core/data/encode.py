@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from roll_core.data.processor import Processor
     from roll_core.data.rows import Message, Row
+    from roll_core.data.streamed import StreamedRows
     from roll_core.spec.config import DataArguments
     from roll_core.spec.rollout import Prompt
     from roll_core.types import TokenIds
@@ -457,13 +458,22 @@ def encode_sft(
     data: DataArguments,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    prompt_length: int,
-    response_length: int,
-    overlong: Overlong = "drop",
-    on_prompt: bool = False,
     require_response: bool = True,
+    **limits: Any,
 ) -> tuple[list[TrainSequence], Counts]:
-    """Encode rows with prompt and response as training sequences, in order.
+    """Encode rows as training sequences, in order, and report what was dropped. `limits` are those of `SFTEncoder`.
+
+    A row without a response raises `DataError`, or is dropped if `require_response` is false. Raises `DataError` also
+    if no row remains, unless every row lacks an optional response.
+    """
+    encoder = SFTEncoder(data, tokenizer, **limits)
+    sequences = encoder.encode(rows, require_response=require_response)
+    report_counts("rows", rows, encoder.counts)
+    return sequences, encoder.counts
+
+
+class SFTEncoder:
+    """Encodes rows with prompt and response as training sequences.
 
     The prompt is everything before the first token that the model writes. The response is the rest, which may contain
     several turns; only the model's turns are trained.
@@ -471,48 +481,84 @@ def encode_sft(
     * A prompt longer than `prompt_length` drops the row.
     * A response longer than `response_length` drops the row (`drop`) or is cut at its end (`truncate`).
     * With `on_prompt`, all tokens except the first are trained.
-    * A row without a response raises `DataError`, or is dropped if `require_response` is false.
-
-    Raises `DataError` also if no row remains, unless every row lacks an optional response.
     """
-    encoder = Encoder(tokenizer, data)
-    counts = Counts()
-    sequences: list[TrainSequence] = []
-    for row in rows:
+
+    def __init__(
+        self,
+        data: DataArguments,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_length: int,
+        response_length: int,
+        overlong: Overlong = "drop",
+        on_prompt: bool = False,
+    ) -> None:
+        self._data, self._encoder = data, Encoder(tokenizer, data)
+        self._prompt_length, self._response_length = prompt_length, response_length
+        self._overlong, self._on_prompt = overlong, on_prompt
+        self.counts = Counts()
+        """Of all rows so far."""
+
+    def encode(self, rows: Rows, *, require_response: bool = True) -> list[TrainSequence]:
+        """The sequences of the rows that are kept, in order. Raises `DataError`."""
+        encoded = (self._encode(row, rows, require_response) for row in rows)
+        sequences = [sequence for sequence in encoded if sequence is not None]
+        self.counts.untrained_replies = self._encoder.untrained_replies
+        return sequences
+
+    def _encode(self, row: Row, rows: Rows, require_response: bool) -> TrainSequence | None:
+        data, encoder, counts = self._data, self._encoder, self.counts
         if not require_response and not has_response(row, data, rows):
             counts.without_response += 1
-            continue
+            return None
         messages = counts.load_images(encoder, messages_of(row, data, rows, response=True), row, data)
         if messages is None:
-            continue
+            return None
         tokens, mask = encoder.conversation(messages, row.where, tools_of(row, data, rows))
         if not mask.any():
             counts.empty += 1
-            continue
+            return None
         num_prompt = int(mask.argmax())
-        if num_prompt > prompt_length:
+        if num_prompt > self._prompt_length:
             counts.overlong_prompts += 1
-            continue
-        if len(tokens) - num_prompt > response_length:
+            return None
+        end = num_prompt + self._response_length
+        if len(tokens) > end:
             # A truncated row would lose the tokens of an image, but not its features.
-            if overlong == "drop" or encoder.is_media(tokens[num_prompt + response_length :]).any():
+            if self._overlong == "drop" or encoder.is_media(tokens[end:]).any():
                 counts.overlong_responses += 1
-                continue
+                return None
             counts.truncated_responses += 1
-            tokens, mask = tokens[: num_prompt + response_length], mask[: num_prompt + response_length]
+            tokens, mask = tokens[:end], mask[:end]
         mask[:1] = False  # the first token has no context to predict it from
         if not mask.any():
             counts.empty += 1
-            continue
+            return None
         counts.kept += 1
-        if on_prompt:
+        if self._on_prompt:
             if any(message.get("weight") == 0 for message in messages):
                 raise DataError(f"{row.where}: a message has weight 0, but train_on_prompt trains every message")
             mask[1:] = ~encoder.is_media(tokens[1:])
-        sequences.append(TrainSequence(id=row.id, tokens=tokens, media=media_of(messages), loss_mask=mask))
-    counts.untrained_replies = encoder.untrained_replies
-    report_counts("rows", rows, counts)
-    return sequences, counts
+        return TrainSequence(id=row.id, tokens=tokens, media=media_of(messages), loss_mask=mask)
+
+
+class StreamedSequences:
+    """Training sequences of rows that stay on the disk. Raises `DataError`."""
+
+    def __init__(self, rows: StreamedRows, encoder: SFTEncoder) -> None:
+        self._rows, self._encoder = rows, encoder
+
+    def __len__(self) -> int:
+        """Number of rows, also of those that `read` drops."""
+        return len(self._rows)
+
+    def read(self, numbers: Sequence[int]) -> list[TrainSequence]:
+        """Sequences of the rows with these numbers, from 0, in order. Dropped rows are missing."""
+        rows = self._rows.read(numbers)
+        sequences = self._encoder.encode(rows)
+        if self._encoder.counts.kept == 0:
+            report_counts("first rows", rows, self._encoder.counts)
+        return sequences
 
 
 def report_counts(what: str, rows: Rows, counts: Counts) -> None:

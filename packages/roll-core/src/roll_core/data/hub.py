@@ -86,10 +86,18 @@ class HubRows:
             )
 
     def all(self) -> Iterator[Mapping[str, Any]]:
-        """Download the data set, unless the cache has it, and read its rows. Raises `DataError`."""
+        """Read the rows of `dataset`. Raises `DataError`."""
+        dataset = self.dataset()
+        try:
+            yield from _values(dataset)
+        except Exception as error:  # as above
+            raise self._failed(error) from error
+
+    def dataset(self) -> Any:
+        """Download the data set, unless the cache has it. Returns it, memory-mapped. Raises `DataError`."""
         try:
             self._builder.download_and_prepare()
-            yield from _values(self._builder.as_dataset(split=self._source.split))
+            return self._builder.as_dataset(split=self._source.split)
         except Exception as error:  # as above
             raise self._failed(error) from error
 

@@ -118,20 +118,16 @@ class Rows(list[Row]):
         """`files` are pairs of a file's path and its rows."""
         self.revisions = dict(revisions or {})
         """Commits of the data sets of the Hub, by their names in `file_name`."""
+        self._data = data
         columns: dict[str, None] = {}
         files = list(files)
         # The number of a row without an id may be the id of another row.
         numbered = any(values.get(data.id) is not None for _, rows in files for values in rows)
         for name, rows in files:
-            for number, values in enumerate(map(Columns, rows), start=1):
+            for number, values in enumerate(rows, start=1):
                 columns.update(dict.fromkeys(values))
-                id, tag = values.get(data.id), values.get(data.tag)
-                id = (f"row {len(self)}" if numbered else str(len(self))) if id is None else str(id)
-                tag = "" if tag is None else str(tag)
-                self.append(Row(id=id, tag=tag, where=f"{name} row {number}", folder=Path(name).parent, values=values))
-        names = {key: name for key, name in vars(data).items() if key != "file_name"}
-        named = [name for name in names.values() if isinstance(name, str) and "." in name]
-        self.columns = (*columns, *(name for name in named if any(name in row.values for row in self)))
+                self.add(name, number, values, id=f"row {len(self)}" if numbered else str(len(self)))
+        self.find_columns(columns)
         first: dict[str, Row] = {}
         for row in self if data.id in columns else ():
             if first.setdefault(row.id, row) is not row:
@@ -139,6 +135,26 @@ class Rows(list[Row]):
                     f"{row.where}: column {data.id!r} has the id {row.id!r}, which {first[row.id].where} has too: ids"
                     " must be unique (data_args.id names another column)"
                 )
+
+    def add(self, name: str, number: int, values: Values, *, id: str) -> None:
+        """Append row `number`, from 1, of the file `name`. `id` is its id if its column has none."""
+        columns = Columns(values)
+        own, tag = columns.get(self._data.id), columns.get(self._data.tag)
+        self.append(
+            Row(
+                id=id if own is None else str(own),
+                tag="" if tag is None else str(tag),
+                where=f"{name} row {number}",
+                folder=Path(name).parent,
+                values=columns,
+            )
+        )
+
+    def find_columns(self, columns: Iterable[str]) -> None:
+        """Set `columns` to these, and to the dotted names of `data_args` that rows have."""
+        names = {key: name for key, name in vars(self._data).items() if key != "file_name"}
+        named = [name for name in names.values() if isinstance(name, str) and "." in name]
+        self.columns = (*columns, *(name for name in named if any(name in row.values for row in self)))
 
 
 def file_names(data: DataArguments) -> list[str]:
@@ -547,21 +563,36 @@ def _from_json(text: str, where: str) -> Any:
 
 
 def _rows_of(name: str, data: DataArguments, table: Iterator[Values] | None) -> Iterator[Values]:
-    """Rows of `table`, or else of the file `name`, with the columns that `data.columns` computes.
+    """Rows of `table`, or else of the file `name`, as `RowReader` returns them.
 
     Raises `DataError`, and `ModuleNotFoundError` without pyarrow.
     """
-    path = Path(name)
-    kind = format_of(path) if data.dataset_type == "auto" else data.dataset_type
-    is_table = table is not None or kind in ("parquet", "arrow")
-    rows = _file_rows(path, data) if table is None else table
-    if data.columns:
-        from roll_core.data.columns import ColumnExpressions
+    rows = _file_rows(Path(name), data) if table is None else table
+    return map(RowReader(name, data).row, rows, count(1))
 
-        rows = map(ColumnExpressions(data.columns, _shown(name)), rows, count(1))
-    chats = {data.messages, data.tools, data.prompt, data.chosen, data.rejected} if is_table else set()
-    for row in rows:
-        yield {column: _without_nulls(value) if column in chats else value for column, value in row.items()}
+
+class RowReader:
+    """Computes the columns of `data.columns` for the rows of one file, and removes the nulls that pad chats of tables.
+
+    Raises `DataError`.
+    """
+
+    def __init__(self, name: str, data: DataArguments) -> None:
+        self.shown = _shown(name)
+        """Name of the file in locations of rows."""
+        kind = format_of(Path(name)) if data.dataset_type == "auto" else data.dataset_type
+        is_table = is_hub_name(name) or kind in ("parquet", "arrow")
+        self._chats = {data.messages, data.tools, data.prompt, data.chosen, data.rejected} if is_table else set()
+        self._compute = None
+        if data.columns:
+            from roll_core.data.columns import ColumnExpressions
+
+            self._compute = ColumnExpressions(data.columns, self.shown)
+
+    def row(self, values: Values, number: int) -> Values:
+        """Row `number`, from 1."""
+        computed = values if self._compute is None else self._compute(values, number)
+        return {column: _without_nulls(value) if column in self._chats else value for column, value in computed.items()}
 
 
 def _file_rows(path: Path, data: DataArguments) -> Iterator[Values]:
@@ -630,16 +661,21 @@ def _json_rows(path: Path) -> Iterator[Values]:
         is_list = first.lstrip().startswith("[")
         texts = _items(path, first + file.read()) if is_list else chain([first], lines) if first else ()
         for number, text in enumerate(texts, start=1):
-            _check_text(path, f"row {number}", text)
-            if text.count("[") + text.count("{") > MAX_NESTING and _nesting(text) > MAX_NESTING:
-                raise DataError(f"{path}: {_too_deep(number)}")
-            try:
-                row = _DECODER.decode(text.strip())
-            except ValueError as error:  # also a number of too many digits
-                raise DataError(f"{path}: row {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}: row {number} must be an object with columns, but is {_short(row)}")
-            yield row
+            yield json_row(path, number, text)
+
+
+def json_row(path: Path, number: int, text: str) -> dict[str, Any]:
+    """The object of row `number`, from 1. Raises `DataError`."""
+    _check_text(path, f"row {number}", text)
+    if text.count("[") + text.count("{") > MAX_NESTING and _nesting(text) > MAX_NESTING:
+        raise DataError(f"{path}: {_too_deep(number)}")
+    try:
+        row = _DECODER.decode(text.strip())
+    except ValueError as error:  # also a number of too many digits
+        raise DataError(f"{path}: row {number} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}: row {number} must be an object with columns, but is {_short(row)}")
+    return row
 
 
 def _items(path: Path, text: str) -> Iterator[str]:

@@ -38,6 +38,7 @@ from roll_core.spec.config import (
     TrainWorkerConfig,
     ValidationConfig,
     WorkerConfig,
+    invalid,
 )
 from roll_core.spec.providers import PolicyLossProvider
 
@@ -84,6 +85,11 @@ class SFTConfig(RewardRunConfig):
     """Train on the prompts' tokens too."""
     shuffle: bool = True
     """Shuffle the rows of each epoch. If false, rows keep the order of the files."""
+    streaming: bool = False
+    """Leave the rows of sft_train on the disk, and read and encode those of a step when it begins.
+
+    For data larger than memory. Needs `max_steps`, because the number of dropped rows is unknown.
+    """
     overlong: Literal["drop", "truncate"] = "drop"
     """Handling of rows longer than prompt_length + response_length: drop them, or truncate the response.
 
@@ -94,6 +100,14 @@ class SFTConfig(RewardRunConfig):
     def _evaluation_is_complete(self) -> SFTConfig:
         if not self.sft_train.data_args.file_name:
             raise ValueError("sft_train.data_args.file_name is missing: name the files with the rows to train on")
+        if self.streaming and self.max_steps is None:
+            message = "streaming does not know how many rows an epoch keeps: set max_steps"
+            raise invalid(message, None, "max_steps")
+        if self.streaming and self.tokenizer is not None and self.tokenizer.kind != "byte":
+            message = (
+                "is built from all rows, which streaming leaves on the disk: use byte, or the tokenizer of a model"
+            )
+            raise invalid(message, self.tokenizer.kind, "tokenizer", "kind")
         if self.actor_infer is not None and (not self.rewards or self.validation is None):
             raise ValueError("actor_infer is only used for evaluation: configure validation.data_args and rewards too")
         if self.rewards and self.actor_infer is None:

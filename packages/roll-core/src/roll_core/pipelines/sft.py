@@ -1,6 +1,6 @@
 """Supervised fine-tuning on responses, with periodic evaluation on held-out rows.
 
-for batch in rows, shuffled in each epoch, or in the order of the files (`shuffle: false`):
+for batch in rows, shuffled in each epoch, or in the order of the files (`shuffle: false`); with `streaming`, from disk:
     one optimizer step on the masked negative log-likelihood
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from roll_core.algorithms.losses import sft_objective
+from roll_core.errors import CheckpointMismatchError
 from roll_core.pipelines.config import SFTConfig
 from roll_core.pipelines.plans import sft
 from roll_core.pipelines.prompt_order import RowOrder
@@ -23,7 +24,7 @@ from roll_core.spec.train import WantedOutputs
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.spec.pipeline import RoleSpec
+    from roll_core.spec.pipeline import RoleSpec, StreamedSequences
     from roll_core.types import TrainSequence
 
 
@@ -33,11 +34,18 @@ class SFTPipeline(Pipeline[SFTConfig]):
     @override
     def prepare(self, run: Run) -> int:
         config = self.config
-        self.rows = run.sequences(
-            config.sft_train.data_args, overlong=config.overlong, on_prompt=config.train_on_prompt
-        )
-        self.order = RowOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
-        self.steps = num_steps(config, config.sft_train, len(self.rows))
+        data, on_prompt = config.sft_train.data_args, config.train_on_prompt
+        self.rows: Sequence[TrainSequence] = ()
+        self.stream: StreamedSequences | None = None
+        self.position = 0
+        """Position of the next streamed row in the order."""
+        if config.streaming:
+            self.stream = run.streamed_sequences(data, overlong=config.overlong, on_prompt=on_prompt)
+        else:
+            self.rows = run.sequences(data, overlong=config.overlong, on_prompt=on_prompt)
+        num_rows = len(self.rows if self.stream is None else self.stream)
+        self.order = RowOrder(num_rows, seed=config.seed, shuffle=config.shuffle)
+        self.steps = num_steps(config, config.sft_train, num_rows)
         self.held_out: Sequence[TrainSequence] = ()
         self.validation: Validation | None = None
         if config.validation is not None:
@@ -58,11 +66,39 @@ class SFTPipeline(Pipeline[SFTConfig]):
     @override
     async def step(self, run: Run) -> None:
         model = run.train_role("sft_train")
-        batch = [self.rows[i] for i in self.order.batch(run.step, model.sequences_per_step)]
+        batch = self._batch(run, model.sequences_per_step)
         with run.stage("train"):
             update = await model.update(batch, sft_objective(token_accuracy=model.capabilities.topk))
         run.log({"tokens/trained": update.num_tokens})
         log_update(run, update, "train")
+
+    def _batch(self, run: Run, size: int) -> Sequence[TrainSequence]:
+        """Sequences of a step. A streamed row that is dropped is replaced by the next one."""
+        if self.stream is None:
+            return [self.rows[i] for i in self.order.batch(run.step, size)]
+        batch: list[TrainSequence] = []
+        with run.stage("data"):
+            while len(batch) < size:
+                end = self.position + size - len(batch)
+                batch += self.stream.read([self.order.row(position) for position in range(self.position, end)])
+                self.position = end
+        run.log({"data/dropped_rows": self.position - (run.step + 1) * size})
+        return batch
+
+    @override
+    def state(self) -> Mapping[str, Any]:
+        return {} if self.stream is None else {"position": self.position, "num_rows": len(self.stream)}
+
+    @override
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Raises `CheckpointMismatchError` if the checkpoint has another number of streamed rows, or none."""
+        num_rows = None if self.stream is None else len(self.stream)
+        if state.get("num_rows") != num_rows:
+            raise CheckpointMismatchError(
+                f"the checkpoint has {state.get('num_rows', 'no')} streamed rows, and this run"
+                f" {'none' if num_rows is None else num_rows}: give it the rows and the key streaming of that run"
+            )
+        self.position = state.get("position", 0)
 
     @override
     async def evaluate(self, run: Run) -> Mapping[str, float]:

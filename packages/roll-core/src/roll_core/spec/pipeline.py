@@ -259,6 +259,16 @@ class RolloutBatches(ABC):
         """Continue from a value that `state` returned."""
 
 
+class StreamedSequences(Protocol):
+    """Training sequences of rows that stay on the disk. Raises `DataError`."""
+
+    def __len__(self) -> int:
+        """Number of rows, also of those that `read` drops."""
+
+    def read(self, numbers: Sequence[int]) -> list[TrainSequence]:
+        """Sequences of the rows with these numbers, from 0, in order. Dropped rows are missing."""
+
+
 class TrainRole(ABC):
     """A role with a train strategy: it trains, or only computes forward passes (kind `score`).
 
@@ -438,6 +448,12 @@ class Run(ABC):
     ) -> Sequence[TrainSequence]:
         """Rows with prompt and response as training sequences; `on_prompt` also trains on the prompt's tokens. A row
         without a response raises `DataError`, or is skipped if `require_response` is false."""
+
+    @abstractmethod
+    def streamed_sequences(
+        self, data: DataArguments, *, overlong: Literal["drop", "truncate"] = "drop", on_prompt: bool = False
+    ) -> StreamedSequences:
+        """As `sequences`, of rows that stay on the disk until the pipeline reads them."""
 
     @abstractmethod
     def rows(self, data: DataArguments) -> Any:

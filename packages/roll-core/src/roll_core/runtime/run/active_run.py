@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from typing_extensions import override
 
-from roll_core.data.encode import encode_prompts, encode_sft
+from roll_core.data.encode import SFTEncoder, StreamedSequences, encode_prompts, encode_sft
 from roll_core.data.rows import file_names, read_rows
 from roll_core.errors import DataError, PluginError, RollError
 from roll_core.plugins.targets import load_target, schema_of
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.data.rows import Rows
+    from roll_core.data.streamed import StreamedRows
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.guards import Guards
     from roll_core.runtime.records.ledger import Ledger
@@ -73,8 +74,19 @@ class DatasetCache:
         key = data.model_dump_json()
         if key not in self._rows:
             rows = self._rows[key] = read_rows(data, self._pinned)
-            self.files.update((name, rows.revisions.get(name)) for name in file_names(data))
+            self._note(data, rows.revisions)
         return self._rows[key]
+
+    def streamed(self, data: DataArguments) -> StreamedRows:
+        """The rows of `data`, which stay on the disk."""
+        from roll_core.data.streamed import StreamedRows
+
+        rows = StreamedRows(data, self._pinned)
+        self._note(data, rows.revisions)
+        return rows
+
+    def _note(self, data: DataArguments, revisions: Mapping[str, str]) -> None:
+        self.files.update((name, revisions.get(name)) for name in file_names(data))
 
 
 class ActiveRun(Run):
@@ -341,6 +353,20 @@ class ActiveRun(Run):
             require_response=require_response,
         )
         return sequences
+
+    @override
+    def streamed_sequences(
+        self, data: DataArguments, *, overlong: Literal["drop", "truncate"] = "drop", on_prompt: bool = False
+    ) -> StreamedSequences:
+        encoder = SFTEncoder(
+            data,
+            self.tokenizer,
+            prompt_length=self.config.prompt_length,
+            response_length=self.config.response_length,
+            overlong=overlong,
+            on_prompt=on_prompt,
+        )
+        return StreamedSequences(self._data.streamed(data), encoder)
 
     @override
     def rows(self, data: DataArguments) -> Rows:
