@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.spec.model import model_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from roll_core.spec.config import RunConfig
 
@@ -36,149 +36,59 @@ SOURCES = {
 RL = ("rlvr", "agentic")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UsualRange:
     """Usual values of a key under a condition."""
 
+    pipelines: tuple[str, ...]
     key: str
     """Dotted key."""
-    method: str
-    """The condition in words, for the docs."""
-    pipelines: tuple[str, ...]
     low: float
     high: float
+    method: str
+    """The condition in words, for the docs."""
     seen: str
     """Values of the sources, with the keys of `SOURCES` in braces."""
-    adapters: bool | None = None
-    """Only with adapters (True), or only without (False)."""
     where: Mapping[str, object] = field(default_factory=dict)
     """Values that other keys must have."""
+    adapters: bool | None = None
+    """Only with adapters (True), or only without (False)."""
 
 
-def _rates(
-    role: str, pipelines: tuple[str, ...], method: str, full: tuple[float, float, str], lora: tuple[float, float, str]
-) -> Iterator[UsualRange]:
-    for adapters, (low, high, seen) in ((False, full), (True, lora)):
-        yield UsualRange(
-            key=f"{role}.training_args.learning_rate",
-            method=f"{method}, {'LoRA' if adapters else 'all parameters'}",
-            pipelines=pipelines,
-            low=low,
-            high=high,
-            seen=seen,
-            adapters=adapters,
-            where={f"{role}.training_args.optimizer": "adamw"},
-        )
+def _rate(pipelines: tuple[str, ...], role: str, low: float, high: float, method: str, seen: str) -> UsualRange:
+    """A row of the learning rate of AdamW. The method ends in `LoRA` if the role trains adapters."""
+    key, where = f"{role}.training_args.learning_rate", {f"{role}.training_args.optimizer": "adamw"}
+    return UsualRange(pipelines, key, low, high, method, seen, where, method.endswith("LoRA"))
 
 
+# fmt: off
 ADVICE = (
-    *_rates(
-        "sft_train",
-        ("sft",),
-        "SFT",
-        (1e-6, 1e-4, "2e-6 {olmo}; 2e-5 {trl}"),
-        (2e-5, 2e-3, "2e-4 {trl-lora}; 10 × all parameters {lora}"),
-    ),
-    *_rates(
-        "actor_train",
-        ("preference",),
-        "DPO",
-        (5e-8, 5e-6, "5e-7 {zephyr}; 5e-7 {olmo}; 1e-6 {dpo}"),
-        (5e-7, 5e-5, "10 × all parameters {lora}"),
-    ),
-    *_rates(
-        "actor_train",
-        RL,
-        "RL",
-        (1e-7, 1e-5, "1e-6 {verl}; 1e-6 {dapo}; 1e-6 {deepseekmath}; 1e-6 {openrlhf}"),
-        (2e-6, 2e-4, "1e-5 to 5e-5 {trl-lora}; 10 × all parameters {lora}"),
-    ),
-    *_rates(
-        "critic",
-        RL,
-        "PPO's critic",
-        (1e-6, 1e-4, "9e-6 {openrlhf}; 1e-5 {verl}"),
-        (1e-5, 1e-3, "10 × all parameters {lora}"),
-    ),
-    UsualRange(
-        key="rollout_batch_size",
-        method="RL: prompts of a batch",
-        pipelines=("rlvr",),
-        low=8,
-        high=4096,
-        seen="512 {dapo}; 1024 {verl}",
-    ),
-    UsualRange(
-        key="num_return_sequences_in_group",
-        method="GRPO: responses to a prompt",
-        pipelines=("rlvr",),
-        low=4,
-        high=128,
-        seen="5 {verl}; 8 {trl}; 16 {dapo}; 64 {deepseekmath}",
-        where={"adv_estimator": "grpo"},
-    ),
-    UsualRange(
-        key="pg_clip",
-        method="PPO's clip range",
-        pipelines=RL,
-        low=0.05,
-        high=0.4,
-        seen="0.2 {ppo}; 0.2 {verl}; 0.2 {trl}",
-        where={"pg_variant": "ppo"},
-    ),
-    UsualRange(
-        key="pg_clip_high",
-        method="upper clip range (clip-higher)",
-        pipelines=RL,
-        low=0.1,
-        high=0.6,
-        seen="0.28 {dapo}",
-        where={"pg_variant": "ppo"},
-    ),
-    UsualRange(
-        key="kl_loss_coef",
-        method="KL in the loss",
-        pipelines=RL,
-        low=1e-4,
-        high=0.1,
-        seen="0.001 {verl}; 0.04 {deepseekmath}",
-        where={"use_kl_loss": True},
-    ),
-    UsualRange(
-        key="init_kl_coef",
-        method="KL in the reward",
-        pipelines=RL,
-        low=1e-4,
-        high=0.2,
-        seen="0.01 {openrlhf}; 0.02 {instructgpt}",
-        where={"add_token_level_kl": True},
-    ),
-    UsualRange(
-        key="beta",
-        method="DPO",
-        pipelines=("preference",),
-        low=0.01,
-        high=0.5,
-        seen="0.1 {dpo}; 0.1 {trl}; 0.1 {olmo}",
-        where={"loss_type": ["sigmoid"]},
-    ),
-    UsualRange(
-        key="actor_infer.generating_args.temperature",
-        method="RL: temperature of rollouts",
-        pipelines=RL,
-        low=0.6,
-        high=1.3,
-        seen="1.0 {dapo}; 1.0 {verl}; 1.0 {trl}",
-    ),
-    UsualRange(
-        key="response_length",
-        method="RL: tokens of a response",
-        pipelines=("rlvr",),
-        low=128,
-        high=65536,
-        seen="512 {verl}; 1024 {deepseekmath}; 20480 {dapo}",
-    ),
+    _rate(("sft",), "sft_train", 1e-6, 1e-4, "SFT, all parameters", "2e-6 {olmo}; 2e-5 {trl}"),
+    _rate(("sft",), "sft_train", 2e-5, 2e-3, "SFT, LoRA", "2e-4 {trl-lora}; 10 × all parameters {lora}"),
+    _rate(("preference",), "actor_train", 5e-8, 5e-6, "DPO, all parameters", "5e-7 {zephyr}; 5e-7 {olmo}; 1e-6 {dpo}"),
+    _rate(("preference",), "actor_train", 5e-7, 5e-5, "DPO, LoRA", "10 × all parameters {lora}"),
+    _rate(RL, "actor_train", 1e-7, 1e-5, "RL, all parameters",
+          "1e-6 {verl}; 1e-6 {dapo}; 1e-6 {deepseekmath}; 1e-6 {openrlhf}"),
+    _rate(RL, "actor_train", 2e-6, 2e-4, "RL, LoRA", "1e-5 to 5e-5 {trl-lora}; 10 × all parameters {lora}"),
+    _rate(RL, "critic", 1e-6, 1e-4, "PPO's critic, all parameters", "9e-6 {openrlhf}; 1e-5 {verl}"),
+    _rate(RL, "critic", 1e-5, 1e-3, "PPO's critic, LoRA", "10 × all parameters {lora}"),
+    UsualRange(("rlvr",), "rollout_batch_size", 8, 4096, "RL: prompts of a batch", "512 {dapo}; 1024 {verl}"),
+    UsualRange(("rlvr",), "num_return_sequences_in_group", 4, 128, "GRPO: responses to a prompt",
+               "5 {verl}; 8 {trl}; 16 {dapo}; 64 {deepseekmath}", {"adv_estimator": "grpo"}),
+    UsualRange(RL, "pg_clip", 0.05, 0.4, "PPO's clip range", "0.2 {ppo}; 0.2 {verl}; 0.2 {trl}", {"pg_variant": "ppo"}),
+    UsualRange(RL, "pg_clip_high", 0.1, 0.6, "upper clip range (clip-higher)", "0.28 {dapo}", {"pg_variant": "ppo"}),
+    UsualRange(RL, "kl_loss_coef", 1e-4, 0.1, "KL in the loss", "0.001 {verl}; 0.04 {deepseekmath}",
+               {"use_kl_loss": True}),
+    UsualRange(RL, "init_kl_coef", 1e-4, 0.2, "KL in the reward", "0.01 {openrlhf}; 0.02 {instructgpt}",
+               {"add_token_level_kl": True}),
+    UsualRange(("preference",), "beta", 0.01, 0.5, "DPO", "0.1 {dpo}; 0.1 {trl}; 0.1 {olmo}",
+               {"loss_type": ["sigmoid"]}),
+    UsualRange(RL, "actor_infer.generating_args.temperature", 0.6, 1.3, "RL: temperature of rollouts",
+               "1.0 {dapo}; 1.0 {verl}; 1.0 {trl}"),
+    UsualRange(("rlvr",), "response_length", 128, 65536, "RL: tokens of a response",
+               "512 {verl}; 1024 {deepseekmath}; 20480 {dapo}"),
 )
+# fmt: on
 """Advice in the order of the docs. At most one entry applies to a key of a config."""
 
 
