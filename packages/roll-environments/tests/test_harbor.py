@@ -309,3 +309,72 @@ def test_an_agent_runs_in_the_container_of_the_task(tmp_path: Path) -> None:
     assert line["env/env/turns/max"] == 1
     assert line["agent/env/calls/mean"] == 1
     assert 0 <= line["env/env/score/mean"] <= 1
+
+
+SUM = {
+    "instruction": "Write 2 + 3 into sum.txt.",
+    "image": "any",
+    "test": '[ "$(cat sum.txt)" = "$(cat /tests/five)" ]',
+}
+
+
+@pytest.mark.parametrize(("number", "value"), [(5, 1.0), (4, 0.0)])
+def test_a_row_is_a_task(number: int, value: float) -> None:
+    environment = Harbor(container="local")
+    row = SUM | {"id": "sums/1", "test_files": {"five": "5\n"}, "workdir": None}
+    opening = environment.reset(row, 0)
+    assert opening.messages[0]["content"] == SUM["instruction"]
+    environment.step(shell(f"echo {number} > sum.txt; exit 0"))
+    score = environment.score()
+    environment.close()
+    assert (score.value, score.detail["task"], score.detail["broken_grader"]) == (value, "sums-1", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ({"test": None}, "test"),
+        ({"image": 3}, "image"),
+        ({"test_timeout_s": "long"}, "test_timeout_s"),
+        ({"test_files": {"../x": ""}}, "test_files"),
+    ],
+)
+def test_mistakes_in_a_row_name_the_column(change: dict[str, Any], column: str) -> None:
+    with pytest.raises(ValueError, match=f"column {column} "):
+        Harbor(container="local").reset(SUM | change, 0)
+
+
+def test_a_policy_that_breaks_its_container_gets_no_reward(tmp_path: Path) -> None:
+    """A container that cannot be stopped, as one whose entry point was removed, and a command that is too long."""
+    local = commands_of("local", {})
+    stop = ["sh", "-c", 'test ! -e "$1"/data/app/broken && shift && exec "$@"', "sh", "{folder}", *local["stop"]]
+    environment = Harbor(tasks=str(write(tmp_path / "task", "echo 1 > /logs/verifier/reward.txt")), container={
+        **local, "stop": stop
+    })  # fmt: skip
+    environment.reset({}, 0)
+    turn = environment.step(shell("true " + "x" * 300_000))
+    assert turn.metrics["tool_errors"] == 1
+    environment.step(shell("touch broken"))
+    score = environment.score()
+    environment.close()
+    assert (score.value, score.detail["broken_grader"]) == (0.0, 1.0)
+
+
+def test_files_of_an_image_are_not_replaced(tmp_path: Path) -> None:
+    folder = write(tmp_path / "task", config='[environment]\ndocker_image = "own"', environment__Dockerfile="FROM own")
+    commands = {key: ["sh", "-c", f"echo {key} >> {tmp_path}/log", "sh"] for key in ("start", "exec", "stop", "remove")}
+    for image, words in (("{image}", ["start"]), ("", ["start", "exec"])):
+        commands["start"] = ["sh", "-c", f"echo start >> {tmp_path}/log", image]
+        environment = Harbor(tasks=str(folder), container=commands)
+        environment.reset({}, 0)
+        assert (tmp_path / "log").read_text().split() == words
+        environment.close()
+        (tmp_path / "log").unlink()
+
+
+def test_a_process_that_keeps_the_output_does_not_delay_a_command(tmp_path: Path) -> None:
+    commands = {**commands_of("local", {}), "exec": ["sh", "-c", 'shift; exec "$@"', "sh", "{folder}"]}
+    space = Workspace(commands, image="", workdir="")
+    done = space.run(["sh", "-c", "sleep 60 & echo hello"], timeout_s=50.0)
+    space.close()
+    assert (done.code, done.output) == (0, b"hello\n")

@@ -22,6 +22,7 @@ from roll_core.runtime.records.run_dir import RunDir
 from roll_core.runtime.records.run_files import ImagesFile, read_lines
 from roll_core.runtime.records.tracking import MetricsFile
 from roll_testing.errors import mentions
+from roll_tools.evaluation import task_scores
 from roll_tools.page import write_report
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)> </script><!-- ]]> & 多言語 🎉 \u2028"
@@ -345,3 +346,27 @@ def test_the_command_takes_a_run_or_an_experiment(tmp_path: Path, capsys: pytest
         assert capsys.readouterr().out == f"{run.report}\n"
         assert run.report.exists()
     assert cli.main(["report", str(tmp_path / "nowhere")]) == RunDirectoryError.exit_code
+
+
+def test_tasks_have_their_score_turns_tokens_and_cost(tmp_path):
+    run = RunDir(tmp_path)
+    responses = [
+        {"prompt": "a", "tag": "swe", "score": score, "answer": "", "num_tokens": sampled, "cut": False}
+        | {"task": task, "turns": turns, "read_tokens": read}
+        for task, score, turns, read, sampled in [
+            ("fix", 1.0, 2, 100, 10),
+            ("fix", 0.0, 4, 300, 30),
+            ("add", None, 1, 50, 5),
+        ]
+    ]
+    rows = [{"step": 1, "responses": responses[:1]}, {"step": 2, "responses": responses[1:]}]
+    run.scores.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run.metrics.write_text('{"step": 2, "val/num_samples": 3}\n', encoding="utf-8")
+    table = task_scores(run, {"swe": {"read": 1.0, "sampled": 10.0}})
+    assert table.columns == ["episodes", "score", "turns", "tokens read", "tokens sampled", "cost"]
+    assert table.rows == [
+        ("swe: add", ["1", "", "1", "50", "5", "0.0001"]),
+        ("swe: fix", ["2", "0.5", "3", "200", "20", "0.0004"]),
+    ]
+    run.config.write_text("custom_envs: {swe: {prices: {read: 1.0, sampled: 10.0}}}", encoding="utf-8")
+    assert '<td class="mono">swe: fix</td>' in write_report(tmp_path).read_text(encoding="utf-8")

@@ -257,8 +257,9 @@ class ContainerConfig(Config):
 class HarborConfig(Config):
     """Options of the environment `harbor`."""
 
-    tasks: str
-    """Directory of a task in Harbor's layout, or of directories of tasks."""
+    tasks: str = ""
+    """Directory of a task in Harbor's layout, or of directories of tasks. Empty: each row of data is a task, with the
+    columns `instruction`, `image` and `test`."""
     container: Literal["docker", "podman", "local"] | ContainerConfig = "docker"
     """Program that runs the containers, or its commands. `local`: directories and namespaces of this host, without
     images."""
@@ -275,7 +276,8 @@ class HarborConfig(Config):
         from roll_environments.workspaces import commands_of
 
         try:
-            read_tasks(self.tasks)
+            if self.tasks:
+                read_tasks(self.tasks)
         except (OSError, ValueError) as error:
             raise ValueError(f"tasks: {error}") from error
         if self.mounts and self.container != "local":

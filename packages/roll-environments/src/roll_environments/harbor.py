@@ -1,4 +1,4 @@
-"""`harbor`: tasks in Harbor's layout, each in a container of its own, graded by the task's tests.
+"""`harbor`: tasks in Harbor's layout or rows with an image and a test, each in a container, graded by the tests.
 
     reset: start the container      step: run a command, or end      score: stop ──► copy the tests ──► run test.sh
 
@@ -12,8 +12,9 @@ import json
 import math
 import os
 import re
+import shlex
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -61,12 +62,14 @@ class HarborTask:
     workdir: str
     """Working directory. Empty: that of the image."""
     grader_s: float
-    build_s: float
-    grader_env: Mapping[str, str]
+    build_s: float = 600.0
+    grader_env: Mapping[str, str] = field(default_factory=dict)
+    tests: Mapping[str, str] | None = None
+    """Texts of the files of `/tests` by their paths. None: those of the directory `tests`."""
 
     @property
     def name(self) -> str:
-        """Name of the directory."""
+        """Name of the directory, or of the row."""
         return self.folder.name
 
 
@@ -108,10 +111,55 @@ def read_task(folder: Path) -> HarborTask:
     )
 
 
+ROW: Mapping[str, Any] = {
+    "instruction": "",
+    "image": "",
+    "test": "",
+    "workdir": "",
+    "test_files": {},
+    "test_timeout_s": 1800.0,
+}
+"""Columns of a row that is a task, and their defaults. The first three are required."""
+ROW_TEST = """\
+{workdir}
+(
+{test}
+)
+if [ $? = 0 ]; then echo 1; else echo 0; fi > {results}/reward.txt
+"""
+
+
+def row_task(row: Mapping[str, Any], name: str) -> HarborTask:
+    """The task of a row with the columns `ROW`. Raises `ValueError`, naming the column."""
+    values: dict[str, Any] = {key: default if row.get(key) is None else row[key] for key, default in ROW.items()}
+    values["test_timeout_s"] = float(values["test_timeout_s"]) if _is_limit(values["test_timeout_s"]) else -1.0
+    for key, default in ROW.items():
+        value, required = values[key], key in ("instruction", "image", "test")
+        valid = isinstance(value, type(default)) and (bool(value) or not required) and value != -1.0
+        if not valid:
+            raise ValueError(f"column {key} of the task is {row.get(key)!r:.60}, expected {type(default).__name__}")
+    for path, text in values["test_files"].items():
+        if not isinstance(text, str) or Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ValueError(f"column test_files of the task: {path!r} needs a text, and a path below {TESTS}")
+    enter = f"cd {shlex.quote(values['workdir'])} || exit 1" if values["workdir"] else ""
+    test = ROW_TEST.format(workdir=enter, test=values["test"], results=RESULTS)
+    return HarborTask(
+        folder=Path("/nonexistent") / name,
+        instruction=values["instruction"],
+        image=values["image"],
+        workdir=values["workdir"],
+        grader_s=values["test_timeout_s"],
+        tests={**values["test_files"], "test.sh": test},
+    )
+
+
+def _is_limit(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 def _of(file: Path, config: Mapping[str, Any], section: str, key: str, kind: type, default: Any) -> Any:
     value = config[section].get(key, default)
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-    if not (valid if kind is float else isinstance(value, kind)):
+    if not (_is_limit(value) if kind is float else isinstance(value, kind)):
         raise ValueError(f"{file}: {section}.{key} is {value!r:.60}, expected {kind.__name__}")
     return value
 
@@ -131,12 +179,12 @@ def read_tasks(folder: str) -> tuple[HarborTask, ...]:
 
 
 class Harbor(Environment):
-    """One task in one container. The seed chooses the task, or the column `task` names it."""
+    """One task in one container. The seed chooses the task, or the column `task` names it, or the row is one."""
 
     def __init__(
         self,
         *,
-        tasks: str,
+        tasks: str = "",
         container: str | Mapping[str, Sequence[str]] = "docker",
         mounts: Mapping[str, str] = MappingProxyType({}),
         command_timeout_s: float = 30.0,
@@ -148,17 +196,23 @@ class Harbor(Environment):
 
     @override
     def reset(self, task: Task, seed: int) -> Opening:
+        self.close()
+        self.task = self._task(task, seed)
+        self.workspace = self._started()
+        messages = [{"role": "user", "content": self.task.instruction}]
+        return Opening(messages=messages, tools=[TOOL], enter=self.workspace.enter)
+
+    def _task(self, task: Task, seed: int) -> HarborTask:
+        """The task of a row, of its column `task`, or of the seed. Raises `ValueError`."""
+        if not self.tasks or "test" in task:
+            return row_task(task, str(task.get("id", "row")).replace("/", "-"))
         tasks = read_tasks(self.tasks)
         if "task" in task:
             by_name = {known.name: known for known in tasks}
             if task["task"] not in by_name:
                 raise ValueError(f"there is no task {task['task']!r} in {self.tasks}")
-            self.task = by_name[task["task"]]
-        else:
-            self.task = tasks[seed % len(tasks)]
-        self.workspace = self._started()
-        messages = [{"role": "user", "content": self.task.instruction}]
-        return Opening(messages=messages, tools=[TOOL], enter=self.workspace.enter)
+            return by_name[task["task"]]
+        return tasks[seed % len(tasks)]
 
     @override
     def step(self, reply: Reply) -> Turn:
@@ -202,7 +256,8 @@ class Harbor(Environment):
             if not task.image and files.is_dir():
                 workspace.build(files, task.build_s)
             workspace.start()
-            if files.is_dir() and not self.commands.get("build"):
+            of_image = any("{image}" in word for word in self.commands["start"])
+            if files.is_dir() and not self.commands.get("build") and not (task.image and of_image):
                 workspace.put(files, task.workdir or "/app", skip=("Dockerfile", "docker-compose.yaml"))
         except BaseException:
             workspace.close()
@@ -220,7 +275,10 @@ class Harbor(Environment):
         except ToolCallError as error:
             return call.error(error), 1.0
         program = ["bash", "-c", command.encode("utf-8", "replace").decode()]
-        finished = self._open.run(program, timeout_s=self.command_timeout_s, max_bytes=self.max_output)
+        try:
+            finished = self._open.run(program, timeout_s=self.command_timeout_s, max_bytes=self.max_output)
+        except WorkspaceError as error:  # also of a command that is too long, or of a container that the policy broke
+            return call.error(str(error)), 1.0
         text = finished.output.decode(errors="replace")
         if finished.code is None:
             return call.error(f"took longer than {self.command_timeout_s:g} s and was stopped\n{text}"), 1.0
@@ -229,18 +287,18 @@ class Harbor(Environment):
     def _graded(self, workspace: Workspace) -> tuple[float | None, str]:
         """The reward that the tests state in a workspace; otherwise None and why there is none."""
         task = self.task
-        workspace.stop()
         variables = [f"{key}={os.path.expandvars(value)}" for key, value in task.grader_env.items()]
-        clean = 'rm -rf "$1"/* 2>/dev/null; mkdir -p "$1" && chmod 777 "$1" && [ -z "$(ls -A "$1")" ]'
+        clean = 'mkdir -p "$1" && chmod 777 "$1" && cd "$1" && find . -mindepth 1 -delete'
         try:
-            workspace.put(task.folder / "tests", TESTS)
+            workspace.stop()
+            workspace.put(task.folder / "tests" if task.tests is None else task.tests, TESTS)
             if workspace.run(["sh", "-c", clean, "sh", RESULTS], timeout_s=30.0).code != 0:
                 return None, f"{RESULTS} cannot be emptied"
             tested = workspace.run(["env", *variables, "bash", f"{TESTS}/test.sh"], timeout_s=task.grader_s)
             if tested.code is None:
                 return None, f"took longer than {task.grader_s:g} s"
             read = workspace.run(["sh", "-c", READ, "sh", RESULTS], timeout_s=30.0)
-        except WorkspaceError as error:  # the policy may have removed programs
+        except WorkspaceError as error:  # the policy may have removed programs, also that of the container's start
             return None, str(error)
         name, _, text = read.output.decode(errors="replace").partition("\n")
         try:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 NAMESPACES = str(Path(__file__).with_name("namespaces.py"))
 START_S = 120.0
 """Maximum seconds to start, stop or remove a container."""
+REPEAT_S = 15.0
+"""Seconds after which `remove` is repeated if this process was killed."""
+EXITED_S = 0.2
+"""Seconds to read the output of a program that has exited: a process that it left may keep the output open."""
 
 
 def commands_of(container: str | Mapping[str, Sequence[str]], mounts: Mapping[str, str]) -> Mapping[str, Sequence[str]]:
@@ -127,13 +131,20 @@ class Workspace:
             self.stop()
         return finished
 
-    def put(self, source: Path, target: str, skip: Sequence[str] = ()) -> None:
-        """Replace a directory of the workspace by one of the host. Raises `WorkspaceError`."""
+    def put(self, source: Path | Mapping[str, str], target: str, skip: Sequence[str] = ()) -> None:
+        """Replace a directory of the workspace by one of the host, or by texts by path. Raises `WorkspaceError`."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
-            for path in sorted(source.iterdir()):
-                if path.name not in skip:
-                    archive.add(path, path.name)
+            if isinstance(source, Path):
+                for path in sorted(source.iterdir()):
+                    if path.name not in skip:
+                        archive.add(path, path.name)
+            else:
+                for name, text in source.items():
+                    data = text.encode("utf-8", "surrogateescape")
+                    member = tarfile.TarInfo(name)
+                    member.size, member.mode = len(data), 0o755
+                    archive.addfile(member, io.BytesIO(data))
         # The directory itself may be a mount, which cannot be removed.
         script = 'mkdir -p "$1" && cd "$1" && find . -mindepth 1 -delete && tar -xf - --no-same-owner'
         finished = self.run(["sh", "-c", script, "sh", target], timeout_s=START_S, stdin=buffer.getvalue())
@@ -143,7 +154,9 @@ class Workspace:
     def close(self) -> None:
         """Remove the container, and wait for that."""
         if self._remover.stdin is not None:
-            self._remover.stdin.close()
+            with suppress(BrokenPipeError):
+                self._remover.stdin.write(b"closed")
+                self._remover.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._remover.wait(timeout=START_S)
         self._folder.cleanup()
@@ -167,9 +180,13 @@ class Workspace:
             raise WorkspaceError(f"container.{key}: {' '.join(command)[:300]}: {how}: {text}")
 
     def _start_remover(self) -> subprocess.Popen[bytes]:
-        code = "import subprocess, sys; sys.stdin.read(); subprocess.run(sys.argv[1:], check=False)"
+        # If this process is killed, the command that starts the container may still run, and be done after `remove`.
+        code = (
+            "import subprocess, sys, time; closed = sys.stdin.read(); subprocess.run(sys.argv[2:], check=False)\n"
+            "if not closed: time.sleep(float(sys.argv[1])); subprocess.run(sys.argv[2:], check=False)"
+        )
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code, *self._filled("remove")],
+            [sys.executable, "-I", "-S", "-c", code, str(REPEAT_S), *self._filled("remove")],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -192,9 +209,14 @@ def _run(command: Sequence[str], timeout_s: float, stdin: bytes, max_bytes: int)
     if process.stdout is None:
         raise AssertionError("the output is a pipe")
     try:
+        ready = select.poll()  # not `select`, which reads no descriptor above 1023
+        ready.register(process.stdout)
         while (left := deadline - time.monotonic()) > 0:
-            if not select.select([process.stdout], [], [], left)[0]:
-                break
+            exited = process.poll() is not None
+            if not ready.poll(1000 * min(left, EXITED_S)):
+                if exited:
+                    return Finished(process.returncode, bytes(output))
+                continue
             part = os.read(process.stdout.fileno(), 1 << 16)
             if not part:
                 return Finished(process.wait(timeout=max(0.1, deadline - time.monotonic())), bytes(output))

@@ -23,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from roll_core.algorithms.losses import CrossEntropy
-from roll_core.data.rollouts import rows, tokens_of
+from roll_core.data.rollouts import num_read, rows, tokens_of
 from roll_core.errors import ContractError, DataError, PluginLoadError
 from roll_core.pipelines.evaluate import Evaluation
 from roll_core.pipelines.experience import sample_metrics
@@ -374,17 +374,6 @@ def _num_common(ids: TokenIds, other: TokenIds) -> int:
 
 NUM_TURNS = 8
 """Turns of an episode with metrics of their own."""
-
-
-def num_read(rollout: Rollout) -> int:
-    """Tokens of the prompts of all turns."""
-    lengths: list[int] = []
-    total = 0
-    for turn in rollout.turns:
-        prompt = len(turn.context_ids) + (0 if turn.parent is None else lengths[turn.parent])
-        lengths.append(prompt + len(turn.sampled_ids))
-        total += prompt
-    return total
 
 
 def episode_metrics(

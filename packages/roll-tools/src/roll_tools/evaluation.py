@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,6 +205,36 @@ def score_differences(runs: Mapping[str, RunDir]) -> ScoreTable | None:
             cells.setdefault(d.metric, {})[label] = text
     rows = [(metric, [by_run.get(label, "") for label in others]) for metric, by_run in cells.items()]
     return ScoreTable(columns=[f"{label} − {first}" for label in others], rows=rows) if rows else None
+
+
+def task_scores(run: RunDir, prices: Mapping[str, Mapping[str, float]]) -> ScoreTable | None:
+    """Score, turns, tokens and cost of each task in the last evaluation; None if no reward names a task.
+
+    `prices` of a million tokens read and sampled, by tag.
+    """
+    by_task: dict[tuple[str, str], list[ScoredResponse]] = {}
+    for response in responses_of(run):
+        if response.task:
+            by_task.setdefault((response.tag, response.task), []).append(response)
+    rows = []
+    for (tag, task), episodes in sorted(by_task.items()):
+        scores = [response.score for response in episodes if response.score is not None]
+        read, sampled = (
+            statistics.fmean(getattr(response, name) for response in episodes) for name in ("read_tokens", "num_tokens")
+        )
+        price = prices.get(tag)
+        cost = None if price is None else (price["read"] * read + price["sampled"] * sampled) / 1e6
+        cells = [
+            str(len(episodes)),
+            figure(statistics.fmean(scores)) if scores else "",
+            figure(statistics.fmean(response.turns for response in episodes)),
+            figure(read),
+            figure(sampled),
+            "" if cost is None else figure(cost),
+        ]
+        rows.append((f"{tag}: {task}" if tag else task, cells))
+    columns = ["episodes", "score", "turns", "tokens read", "tokens sampled", "cost"]
+    return ScoreTable(columns=columns, rows=rows) if rows else None
 
 
 def responses_of(run: RunDir) -> list[ScoredResponse]:

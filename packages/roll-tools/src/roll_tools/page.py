@@ -17,6 +17,8 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from roll_core.config.secrets import Redactor
 from roll_core.errors import RecordingError
 from roll_core.runtime.records.mismatch import read_logprobs
@@ -26,7 +28,7 @@ from roll_core.runtime.records.run_files import read_lines, safe
 from roll_core.runtime.records.tracking import read_metrics
 from roll_tools import domains, tables
 from roll_tools.curves import WEIGHTS, charts_of
-from roll_tools.evaluation import tag_scores
+from roll_tools.evaluation import tag_scores, task_scores
 from roll_tools.rendering import TONES, for_script, template
 from roll_tools.saved_record import SavedRecord, is_abandoned, read_findings, read_memory
 
@@ -71,6 +73,7 @@ def write_report(run: Path) -> Path:
         tiles=tables.tiles_of(record, metrics),
         key_charts=key_charts,
         scores=tag_scores(metrics),
+        tasks=task_scores(run_dir, _prices(run_dir)),
         domains=domains.by_domain(metrics),
         turns=domains.by_turn(metrics),
         sections=[section for section in sections if section.title != WEIGHTS],
@@ -95,6 +98,16 @@ def write_report(run: Path) -> Path:
     )
     write_atomically(run_dir.report, html)
     return run_dir.report
+
+
+def _prices(run: RunDir) -> dict[str, dict[str, float]]:
+    """Prices of tokens by tag, from the config of the run; none if it cannot be read."""
+    try:
+        config = yaml.safe_load(_text_of(run.config))
+        environments = config["custom_envs"]
+        return {tag: entry["prices"] for tag, entry in environments.items() if entry.get("prices")}
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def _mismatch(run: Path) -> Diagnosis | None:

@@ -162,6 +162,17 @@ def sample_of_rollout(
     )
 
 
+def num_read(rollout: Rollout) -> int:
+    """Tokens of the prompts of all turns."""
+    lengths: list[int] = []
+    total = 0
+    for turn in rollout.turns:
+        prompt = len(turn.context_ids) + (0 if turn.parent is None else lengths[turn.parent])
+        lengths.append(prompt + len(turn.sampled_ids))
+        total += prompt
+    return total
+
+
 def sequences_of(sample: Sample, *, group: int, rollout: int) -> list[TrainSequence]:
     """Training sequences of a sample: one, or the rows of its rollout, which then name `rollout`."""
     if sample.rollout is None:

@@ -33,24 +33,43 @@ class ScoredResponse:
     """Sampled tokens."""
     cut: bool
     """True if the response ended at the maximum number of tokens."""
+    task: str = ""
+    """The task that the reward named; empty if there is none."""
+    turns: int = 0
+    """Turns of an episode; 0 for a single response."""
+    read_tokens: int = 0
+    """Tokens of the prompts of all turns."""
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
         """The metrics' part of a sample."""
-        reward = sample.reward
+        from roll_core.data.rollouts import num_read
+
+        reward, rollout = sample.reward, sample.rollout
+        detail = {} if reward is None else reward.detail
         return cls(
             prompt=f"{sample.group_id}/{sample.player}" if sample.player else sample.group_id,
             tag=sample.tag,
             score=None if reward is None else reward.value,
-            answer=_answer_of({} if reward is None else reward.detail),
+            answer=_text_of(detail, "answer"),
             num_tokens=int((sample.versions >= 0).sum()),
             cut=sample.finish_reason == "length",
+            task=_text_of(detail, "task"),
+            turns=0 if rollout is None else len(rollout.turns),
+            read_tokens=0 if rollout is None else num_read(rollout),
         )
 
+    def row(self) -> dict[str, Any]:
+        """Its values for `scores.jsonl`, without those of episodes if it is none."""
+        return {key: value for key, value in asdict(self).items() if value or key not in _OF_EPISODES}
 
-def _answer_of(detail: Mapping[str, float | str]) -> str:
-    """The text `answer` of a reward's detail, or of a part of a composite."""
-    texts = (text for name, text in detail.items() if name.rpartition("/")[2] == "answer")
+
+_OF_EPISODES = ("task", "turns", "read_tokens")
+
+
+def _text_of(detail: Mapping[str, float | str], key: str) -> str:
+    """A text of a reward's detail, or of a part of a composite."""
+    texts = (text for name, text in detail.items() if name.rpartition("/")[2] == key)
     return next((text for text in texts if isinstance(text, str)), "")
 
 
@@ -59,7 +78,7 @@ class ScoresFile(OptionalLines):
 
     def write(self, step: int, samples: Sequence[Sample]) -> None:
         """Record all `samples`, and flush them to the disk before a checkpoint counts them."""
-        responses = [asdict(ScoredResponse.of(sample)) for sample in samples]
+        responses = [ScoredResponse.of(sample).row() for sample in samples]
         self.append({"step": step, "responses": responses}, flush=True)
 
 
