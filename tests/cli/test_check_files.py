@@ -273,6 +273,8 @@ def test_chats_need_a_template_of_the_tokenizer_or_a_name(here, column):
     Path("model/tokenizer_config.json").write_text("{}")
     assert [key for *_, key in mistakes(chats)] == at
     assert mistakes(chats.replace(f"messages: {column}", f"messages: {column}, template: chatml")) == []
+    missing = chats.replace(f"messages: {column}", "messages: none")
+    assert [key for *_, key in mistakes(missing)] == ["actor_train.data_args.messages"]
     Path("model/chat_template.jinja").write_text("{{ messages[0].content }}")
     assert mistakes(chats) == []
 

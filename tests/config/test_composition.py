@@ -357,3 +357,11 @@ def test_a_bomb_in_an_override_is_refused(write):
     file = write(run=SFT + bomb("x", form="text"))
     with raises_error(ConfigError, "ROLL-C024"):
         load(file, ("exp_name=${bomb_8}",), registry=REGISTRY)
+
+
+def test_file_of_another_directory_names_its_place(write):
+    file = write(top="defaults: [runs/sft, _self_]\n", runs__sft=SFT)
+    with raises_error(ConfigError, "runs/NAME@_here_"):
+        load(file, [], REGISTRY)
+    file = write(top="defaults: [runs/sft@_here_, _self_]\n")
+    assert load(file, [], REGISTRY).config.pipeline == "sft"

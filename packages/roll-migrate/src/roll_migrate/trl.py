@@ -86,7 +86,10 @@ def _columns(run: Arguments) -> None:
         names = {"response": "completion"} if run.trainer == trl.KTO else {}
         if row is not None and isinstance(row.get(response), str):
             names["template"] = "plain"
-    run.notes["columns"] = "of the first row" if row is not None else "assumed: the data set was not read"
+    assumed = "assumed: the data set was not read"
+    if run.trainer == trl.SFT:
+        assumed += "; if it has prompts, set data_args.prompt and response instead, and train_on_prompt: false"
+    run.notes["columns"] = "of the first row" if row is not None else assumed
     run.values[ROWS] = names
 
 

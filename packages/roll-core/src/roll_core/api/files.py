@@ -168,7 +168,7 @@ class FileCheck:
                         _load_images(messages, row, data)
                 if len(path) == 2:
                     schema.check_rows(path[0], rows, data, values)
-                if len(path) == 2 and data.template == "native" and _have_roles(rows, data):
+                if len(path) == 2 and data.template == "native" and not missing and _have_roles(rows, data):
                     yield from self._without_template(path, schema, values, rows)
                 if needed and not missing:
                     yield from self._too_long(name, rows, data, schema, values, response="response" in needed)

@@ -132,6 +132,12 @@ def _pipeline(parts: Parts) -> PipelineProvider | None:
     if "pipeline" not in parts.data:
         if any(meant((str(key),), value) for key, value in parts.data.items()):
             hint += "\n    with pipeline: rlvr, check names the keys that replace those of TRL, verl and OpenRLHF"
+        folder = next((key for key, value in parts.data.items() if isinstance(value, dict) and "pipeline" in value), "")
+        if folder:
+            hint = (
+                f"{folder} has one: defaults put a file of the directory {folder} below this key; write"
+                f" {folder}/NAME@_here_, or put this file into that directory"
+            )
         parts.report(path, "is missing", hint, code="ROLL-C011", at_key=True)
         return None
     name = parts.data["pipeline"]
