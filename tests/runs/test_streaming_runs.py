@@ -7,7 +7,7 @@ import json
 import pytest
 
 from roll_core.config import load
-from roll_core.errors import CheckpointMismatchError, ConfigError
+from roll_core.errors import CheckpointMismatchError, ConfigError, DataError
 from roll_core.runtime.run.loop import execute
 from roll_testing.errors import raises_error
 
@@ -40,11 +40,11 @@ def test_batches_equal_those_of_rows_in_memory(local_runs, streaming):
 
 def test_resumed_run_continues_after_dropped_rows(local_runs, streaming):
     rows = [json.loads(line) for line in (local_runs.folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    for row in rows[::3]:
-        row["response"] *= 100  # dropped: too long
+    for row in [*rows[:20], *rows[20::3]]:
+        row["response"] *= 100  # dropped: too long. The first batch has none left
     path = local_runs.folder / "long.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config = streaming()
+    config = streaming(shuffle=False)
     config["sft_train"]["data_args"] = {"file_name": str(path)}
     whole = local_runs.ok(config | {"exp_name": "whole"})
     assert local_runs.metrics(whole)[-1]["data/dropped_rows"] > 0
@@ -57,6 +57,11 @@ def test_resumed_run_continues_after_dropped_rows(local_runs, streaming):
     assert local_runs.timeless(resumed) == local_runs.timeless(whole)
     with raises_error(CheckpointMismatchError, "streaming"):
         local_runs.ok(half | {"streaming": False, "max_steps": 9})
+
+
+def test_rows_that_are_all_dropped_are_an_error(local_runs, streaming):
+    with raises_error(DataError, "response_length"):
+        local_runs.ok(streaming(response_length=1))
 
 
 @pytest.mark.parametrize(

@@ -51,26 +51,23 @@ done
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """One directory of a task."""
+    """A directory of a task, or a row."""
 
-    folder: Path
+    name: str
     instruction: str
     image: str
     """Image of the container. Empty if `environment` has files or a Dockerfile for it."""
     workdir: str
     """Working directory. Empty: that of the image."""
     grader_s: float
+    tests: Path | Mapping[str, str]
+    """Files of `/tests`: a directory, or texts by path."""
+    environment: Path | None = None
+    """Directory with the files of the working directory, or of the image."""
     build_s: float = 600.0
     grader_env: Mapping[str, str] = field(default_factory=dict)
-    tests: Mapping[str, str] | None = None
-    """Texts of the files of `/tests` by their paths. None: those of the directory `tests`."""
-
-    @property
-    def name(self) -> str:
-        """Name of the directory, or of the row."""
-        return self.folder.name
 
 
 def read_task(folder: Path) -> HarborTask:
@@ -101,7 +98,9 @@ def read_task(folder: Path) -> HarborTask:
     while lines and (CANARY.match(lines[0].strip()) or not lines[0].strip()):
         del lines[0]
     return HarborTask(
-        folder=folder,
+        name=folder.name,
+        tests=folder / "tests",
+        environment=environment if (environment := folder / "environment").is_dir() else None,
         instruction="\n".join(lines).strip(),
         image=_of(file, config, "environment", "docker_image", str, ""),
         workdir=_of(file, config, "environment", "workdir", str, ""),
@@ -144,7 +143,7 @@ def row_task(row: Mapping[str, Any], name: str) -> HarborTask:
     enter = f"cd {shlex.quote(values['workdir'])} || exit 1" if values["workdir"] else ""
     test = ROW_TEST.format(workdir=enter, test=values["test"], results=RESULTS)
     return HarborTask(
-        folder=Path("/nonexistent") / name,
+        name=name,
         instruction=values["instruction"],
         image=values["image"],
         workdir=values["workdir"],
@@ -230,7 +229,7 @@ class Harbor(Environment):
             try:
                 works, why = self._graded(untouched)
                 if works is None:
-                    raise RuntimeError(f"{self.task.folder}: tests/test.sh gives no reward to an untouched task: {why}")
+                    raise RuntimeError(f"{self.task.name}: its tests give no reward to an untouched task: {why}")
             finally:
                 untouched.close()
         return Reward(value=value or 0.0, detail={"broken_grader": float(value is None), "task": self.task.name})
@@ -249,15 +248,15 @@ class Harbor(Environment):
 
     def _started(self) -> Workspace:
         """A new container with the files of the task."""
-        task, files = self.task, self.task.folder / "environment"
-        image = task.image or f"roll-{_digest(files)}"
+        task, files = self.task, self.task.environment
+        image = task.image or (f"roll-{_digest(files)}" if files else "")
         workspace = Workspace(self.commands, image=image, workdir=task.workdir)
         try:
-            if not task.image and files.is_dir():
+            if files and not task.image:
                 workspace.build(files, task.build_s)
             workspace.start()
             of_image = any("{image}" in word for word in self.commands["start"])
-            if files.is_dir() and not self.commands.get("build") and not (task.image and of_image):
+            if files and not self.commands.get("build") and not (task.image and of_image):
                 workspace.put(files, task.workdir or "/app", skip=("Dockerfile", "docker-compose.yaml"))
         except BaseException:
             workspace.close()
@@ -291,7 +290,7 @@ class Harbor(Environment):
         clean = 'mkdir -p "$1" && chmod 777 "$1" && cd "$1" && find . -mindepth 1 -delete'
         try:
             workspace.stop()
-            workspace.put(task.folder / "tests" if task.tests is None else task.tests, TESTS)
+            workspace.put(task.tests, TESTS)
             if workspace.run(["sh", "-c", clean, "sh", RESULTS], timeout_s=30.0).code != 0:
                 return None, f"{RESULTS} cannot be emptied"
             tested = workspace.run(["env", *variables, "bash", f"{TESTS}/test.sh"], timeout_s=task.grader_s)
@@ -323,7 +322,7 @@ MAX_REWARD = 1e6
 def _digest(folder: Path) -> str:
     """Digest of the files of a directory."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+    for path in sorted(folder.rglob("*")):
         if path.is_file():
             digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -122,7 +122,14 @@ class FileCheck:
                     (chats if rewards[path].kind == "generate" else scores)[key_path] = path
         for key_path, source in sources.items():
             folder = os.path.expanduser(source)
-            if self._is_written(source) or (is_hub_id(source) and not os.path.exists(folder)):
+            if self._is_written(source):
+                continue
+            if is_hub_id(source) and not os.path.exists(folder):
+                if os.environ.get("MODEL_DOWNLOAD_TYPE", "").upper() == "MODELSCOPE":
+                    message = f"is the id {source}, which is read from the Hugging Face Hub, and MODEL_DOWNLOAD_TYPE"
+                    message += " is MODELSCOPE, from which runs do not download"
+                    hint = f"modelscope download --model {source} --local_dir models/{source.rpartition('/')[2]}"
+                    yield Finding(key_path, message, f"{hint}, and name the directory", code="ROLL-C040")
                 continue
             if not os.path.isdir(folder):
                 hint = "correct the path, or name the config of the run that writes it before this one"

@@ -543,10 +543,11 @@ class SFTEncoder:
 
 
 class StreamedSequences:
-    """Training sequences of rows that stay on the disk. Raises `DataError`."""
+    """Training sequences of rows that stay on the disk. Raises `DataError`, also if as many rows as there are were read
+    and all were dropped."""
 
     def __init__(self, rows: StreamedRows, encoder: SFTEncoder) -> None:
-        self._rows, self._encoder = rows, encoder
+        self._rows, self._encoder, self._num_read = rows, encoder, 0
 
     def __len__(self) -> int:
         """Number of rows, also of those that `read` drops."""
@@ -555,9 +556,10 @@ class StreamedSequences:
     def read(self, numbers: Sequence[int]) -> list[TrainSequence]:
         """Sequences of the rows with these numbers, from 0, in order. Dropped rows are missing."""
         rows = self._rows.read(numbers)
+        self._num_read += len(rows)
         sequences = self._encoder.encode(rows)
-        if self._encoder.counts.kept == 0:
-            report_counts("first rows", rows, self._encoder.counts)
+        if self._encoder.counts.kept == 0 and self._num_read >= len(self):
+            report_counts("rows", rows, self._encoder.counts)
         return sequences
 
 
