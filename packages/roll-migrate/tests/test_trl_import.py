@@ -211,6 +211,17 @@ def test_function_that_starts_training_is_not_imported(registry, tmp_path):
     assert at(new.config, "rewards.exact.function") == "???"
 
 
+def test_streamed_data_stay_on_the_disk_in_sft(registry, tmp_path):
+    file = tmp_path / "sft.py"
+    file.write_text(
+        "from datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n"
+        'SFTTrainer("m", SFTConfig(max_steps=3), train_dataset=load_dataset("a/b", split="train", streaming=True))\n'
+    )
+    assert import_trl(file, registry).config["streaming"] is True
+    text = GRPO.replace('split="train")', 'split="train", streaming=True)')
+    assert "streaming" not in grpo("max_steps=3", registry, tmp_path, text).config
+
+
 def test_mapped_rows_are_refused_with_their_steps(registry, tmp_path):
     text = GRPO.replace('split="train")', 'split="train").map(exact).shuffle(seed=1).select(range(8))')
     new = grpo("max_steps=3", registry, tmp_path, text)

@@ -156,6 +156,8 @@ def _dataset(run: Arguments, name: str, data: Any, where: str) -> None:
     while isinstance(data, Call):
         if data.name in ("load_dataset", "from_json", "from_csv", "from_parquet"):
             source, where = _loaded(data, split), data.where
+            if name == "train_dataset" and data.kwargs.get("streaming") is True:
+                run.set("dataset_streaming", True, where)
             break
         if data.name == "[]" and isinstance(data.of, Call) and data.of.name == "load_dataset":
             split = data.args[0] if isinstance(data.args[0], str) else None

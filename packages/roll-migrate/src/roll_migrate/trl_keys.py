@@ -524,6 +524,12 @@ def _on_prompt(value: Any, key: Key) -> Outcome:
     return key.changed(writes)
 
 
+def _streaming(value: Any, key: Key) -> Outcome:
+    if value and key.pipeline == "sft":
+        return key.changed({"streaming": True}, "in a new order of all rows in each epoch, not of a buffer")
+    return key.unneeded("rows are read into memory")
+
+
 def _packing(value: Any, key: Key) -> Outcome:
     if not value:
         return key.unneeded("sequences are packed without padding and do not see each other")
@@ -730,8 +736,7 @@ DATA: dict[str, Any] = {
     },
     "train_dataset": to("{role}.data_args.file_name"),
     "eval_dataset": only(evaluates, "eval_strategy is no", to("validation.data_args.file_name")),
-    "dataset_streaming": FASTER,
-    "streaming": FASTER,
+    **keys("dataset_streaming streaming", _streaming),
     "datasets": refused("list the files in data_args.file_name"),
     "test_split_size": refused("held-out rows are files of their rules: validation.data_args"),
     "callbacks": unneeded("hooks of a plugin observe a run"),
