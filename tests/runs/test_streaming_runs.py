@@ -67,6 +67,6 @@ def test_rows_that_are_all_dropped_are_an_error(local_runs, streaming):
 @pytest.mark.parametrize(
     ("changed", "key"), [({"max_steps": None}, "max_steps"), ({"tokenizer": {"kind": "char"}}, "tokenizer.kind")]
 )
-def test_what_needs_all_rows_is_refused(local_runs, streaming, changed, key):
+def test_keys_that_need_all_rows_are_refused(local_runs, streaming, changed, key):
     with raises_error(ConfigError, key):
         load(streaming(**changed), [], local_runs.registry)

@@ -372,7 +372,7 @@ def test_files_of_an_image_are_not_replaced(tmp_path: Path) -> None:
         (tmp_path / "log").unlink()
 
 
-def test_a_process_that_keeps_the_output_does_not_delay_a_command(tmp_path: Path) -> None:
+def test_a_process_that_keeps_the_output_delays_no_command(tmp_path: Path) -> None:
     commands = {**commands_of("local", {}), "exec": ["sh", "-c", 'shift; exec "$@"', "sh", "{folder}"]}
     space = Workspace(commands, image="", workdir="")
     done = space.run(["sh", "-c", "sleep 60 & echo hello"], timeout_s=50.0)

@@ -497,7 +497,7 @@ class SFTEncoder:
         self._prompt_length, self._response_length = prompt_length, response_length
         self._overlong, self._on_prompt = overlong, on_prompt
         self.counts = Counts()
-        """Of all rows so far."""
+        """Numbers of all rows that were encoded so far."""
 
     def encode(self, rows: Rows, *, require_response: bool = True) -> list[TrainSequence]:
         """The sequences of the rows that are kept, in order. Raises `DataError`."""

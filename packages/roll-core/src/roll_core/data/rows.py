@@ -139,10 +139,10 @@ class Rows(list[Row]):
     def add(self, name: str, number: int, values: Values, *, id: str) -> None:
         """Append row `number`, from 1, of the file `name`. `id` is its id if its column has none."""
         columns = Columns(values)
-        own, tag = columns.get(self._data.id), columns.get(self._data.tag)
+        row_id, tag = columns.get(self._data.id), columns.get(self._data.tag)
         self.append(
             Row(
-                id=id if own is None else str(own),
+                id=id if row_id is None else str(row_id),
                 tag="" if tag is None else str(tag),
                 where=f"{name} row {number}",
                 folder=Path(name).parent,
