@@ -42,3 +42,11 @@ def test_the_quick_start_has_the_cpus_metrics(host, tmp_path):
     found = program("example_runs", "npu", "sft", "grpo", folder=tmp_path, **host)
     for runs in found.values():
         check_metrics(runs["npu"], runs["cpu"])
+
+
+@pytest.mark.slow(ci=True)
+def test_packed_rows_are_attended_to_in_one_call(host, tmp_path):
+    """By torch-npu's function, with and without a window; half a unit of float16 at the outputs' size."""
+    found = program("npu_attention", folder=tmp_path, **host)
+    assert found["num_calls"] == 2
+    assert max(found["differences"].values()) < 2**-7

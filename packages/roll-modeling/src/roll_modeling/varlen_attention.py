@@ -2,6 +2,7 @@
 
     kernel                 devices                 windows  grouped heads  soft-cap  sinks
     flash-attn 3, else 2   CUDA, ROCm; installed   yes      yes            yes       no
+    npu_fusion_attention   npu, of torch-npu       yes      yes            no        no
     torch's flash-attn     CUDA, ROCm, others *    yes      yes            no        yes
 
     * each backend that registers torch's operators `_flash_attention_forward` and `_flash_attention_backward`
@@ -36,6 +37,10 @@ LARGEST_HEAD_OF_SMALL_GPUS = 192
 SMALL_GPUS = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 """Compute capabilities with about 100 KiB of shared memory per block."""
 HEAD_MULTIPLE = 8
+HEAD_MULTIPLES = {"npu": 16}
+"""Divisor of head sizes, by device type, where it is not `HEAD_MULTIPLE`."""
+MASK_SIZE = 2048
+"""Size of the mask that `npu_fusion_attention` takes for sequences of all lengths."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,13 +51,16 @@ class Sequences:
     """First token of each sequence, and T: int32 `[S + 1]` on the tensor's device."""
     longest: int
     """Length of the longest sequence, on the host."""
+    ends: tuple[int, ...]
+    """Token after each sequence, on the host."""
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device) -> Sequences:
         """Copy the bounds to `device`, without waiting for it."""
         pinned = torch.accelerator.is_available()
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=pinned)
-        return Sequences(bounds.to(device, non_blocking=True), max(lengths))
+        ends = tuple(accumulate(lengths))
+        bounds = torch.tensor([0, *ends], dtype=torch.int32, pin_memory=pinned)
+        return Sequences(bounds.to(device, non_blocking=True), max(lengths), ends)
 
 
 class VarlenKernel(Protocol):
@@ -86,7 +94,7 @@ def varlen_kernel(
     if dtype not in DTYPES or head_size > LARGEST_HEAD:
         return None
     kernel = CHOICES.get(device.type, _elsewhere)(device, head_size, softcap, sinks)
-    return None if kernel is None else partial(_padded, kernel)
+    return None if kernel is None else partial(_padded, kernel, HEAD_MULTIPLES.get(device.type, HEAD_MULTIPLE))
 
 
 def _on_cuda(device: torch.device, head_size: int, softcap: bool, sinks: bool) -> VarlenKernel | None:
@@ -106,7 +114,13 @@ def _elsewhere(device: torch.device, head_size: int, softcap: bool, sinks: bool)
     return _by_torch if not softcap and _registered(device) else None
 
 
-CHOICES = {"cuda": _on_cuda}
+def _on_npu(device: torch.device, head_size: int, softcap: bool, sinks: bool) -> VarlenKernel | None:
+    if softcap or sinks or importlib.util.find_spec("torch_npu") is None:
+        return None
+    return partial(_by_npu, importlib.import_module("torch_npu").npu_fusion_attention)
+
+
+CHOICES = {"cuda": _on_cuda, "npu": _on_npu}
 """Choice of the kernel by torch's device type."""
 
 
@@ -124,10 +138,12 @@ def _registered(device: torch.device) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", key)
 
 
-def _padded(kernel: VarlenKernel, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Tensor:
-    """Call `kernel` with heads of one size, a multiple of `HEAD_MULTIPLE`. Zeros do not change scores."""
+def _padded(
+    kernel: VarlenKernel, multiple: int, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any
+) -> Tensor:
+    """Call `kernel` with heads of one size, a multiple of `multiple`. Zeros do not change scores."""
     used = value.shape[-1]
-    size = -(-max(query.shape[-1], used) // HEAD_MULTIPLE) * HEAD_MULTIPLE
+    size = -(-max(query.shape[-1], used) // multiple) * multiple
     query, key, value = (
         tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
         for tensor in (query, key, value)
@@ -165,6 +181,46 @@ def _by_package(
     )
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
+
+
+def _by_npu(
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Sequences,
+    keys: Sequences,
+    *,
+    scale: float,
+    window: int,
+    softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """torch-npu's kernel, which masks from the last token of each sequence: below the diagonal, or in a band."""
+    del softcap, sinks_H  # 0 and None: `varlen_kernel` selects another
+    band = {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0} if window else {"sparse_mode": 3}
+    starts = (0, *queries.ends)
+    filled = [(q, k) for start, q, k in zip(starts, queries.ends, keys.ends, strict=False) if q > start]
+    out: Tensor = function(
+        query,
+        key,
+        value,
+        query.shape[1],
+        "TND",
+        atten_mask=_later_tokens(query.device),
+        scale=scale,
+        actual_seq_qlen=[q for q, _ in filled],
+        actual_seq_kvlen=[k for _, k in filled],
+        **band,
+    )[0]
+    return out
+
+
+@lru_cache(maxsize=16)
+def _later_tokens(device: torch.device) -> Tensor:
+    """Mask that is True above the diagonal, of a fixed size."""
+    with torch.inference_mode(False):  # backward passes keep it
+        return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
 def _by_torch(
