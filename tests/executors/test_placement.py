@@ -1,5 +1,6 @@
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +97,28 @@ def test_complete_example_of_the_documentation() -> None:
     assert [p.local_indices for p in places["actor_infer"]][4:] == [(0, 1), (2, 3)]
     assert slots_of(places["actor_infer"]) < slots_of(places["actor_train"])
     assert [p.node for p in places["rewards.code_sandbox"]] == [0, 1] * 4
+
+
+def test_replicas_over_nodes_have_a_place_on_each() -> None:
+    """Two replicas, each on a half of two nodes, beside trainers on the first node."""
+    roles = {"actor_infer": infer([0, 1, 8, 9, 2, 3, 10, 11], 4), "actor_train": train([0, 1])}
+    first, second = place(roles, over_nodes={"actor_infer"})["actor_infer"]
+    assert [(part.node, part.slots, part.local_indices) for part in (*first.parts, *second.parts)] == [
+        (0, (0, 1), (0, 1)),
+        (1, (8, 9), (0, 1)),
+        (0, (2, 3), (2, 3)),
+        (1, (10, 11), (2, 3)),
+    ]
+    assert [(each.rank, each.world_size) for each in (first, second)] == [(0, 2), (1, 2)]
+    assert [(each.rank, each.world_size) for part in (first, second) for each in part.followers] == [(0, 2), (1, 2)]
+    assert slots_of([second]) == {2, 3, 10, 11}
+    assert [part.num_threads for part in first.parts] == [32, 32]  # half of the cores on each node, which has 64
+
+
+@pytest.mark.parametrize("mapping", [[6, 7, 8], [0, 8, 1, 9]])
+def test_uneven_or_mixed_nodes_of_a_replica_are_refused(mapping: list[int]) -> None:
+    with raises_error(PlacementError, "actor_infer rank 0", "num_gpus_per_node"):
+        place({"actor_infer": infer(mapping, len(mapping))}, over_nodes={"actor_infer"})
 
 
 def test_missing_node_is_named_with_role_and_slot() -> None:

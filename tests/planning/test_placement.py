@@ -52,6 +52,22 @@ def test_missing_slot_has_the_error_of_a_run(planned):
     assert mentions(problem, "8 of 16", "actor_train", "slot 8", "8 slots", "0 to 7")
 
 
+def test_a_replica_of_vllm_may_be_on_two_nodes(planned):
+    config = "actor_infer.strategy_args={strategy_name: vllm, strategy_config: {tensor_parallel_size: 16}}"
+    cluster = ("platform=cuda", "executor=ray", "num_gpus_per_node=8")
+    overrides = (*cluster, "actor_train.device_mapping=[0]", "actor_infer.device_mapping=list(range(0,16))", config)
+    found = planned(*overrides, num_nodes=2).placement
+    (leader,) = found.places["actor_infer"]
+    (follower,) = leader.followers
+    assert (leader.node, leader.slots, leader.device) == (0, tuple(range(8)), "cuda:0")
+    assert (follower.node, follower.slots, follower.local_indices) == (1, tuple(range(8, 16)), tuple(range(8)))
+    assert (found.nodes, found.problems) == ({0, 1}, ())
+    (note,) = found.notes
+    assert mentions(note, "GPU 8, 8")
+    (problem,) = planned(*overrides, num_nodes=1).placement.problems
+    assert mentions(problem, "actor_infer", "slot 8")
+
+
 def test_another_node_places_every_role_and_start_awaits_both(planned):
     found = planned(*ACC, *SIXTEEN, num_nodes=2)
     assert found.starts

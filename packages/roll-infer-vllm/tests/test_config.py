@@ -303,17 +303,26 @@ def test_router_replay_needs_the_prefix_cache_and_one_stage(run, key, value):
     VllmConfig().check_router_replay({})
 
 
-def test_engine_over_two_nodes_is_a_located_mistake(run):
-    file = run("{data_parallel_size: 2, enable_expert_parallel: true}")
+@pytest.mark.parametrize(
+    ("settings", "per_node", "mapping"),
+    [
+        ("{data_parallel_size: 2, enable_expert_parallel: true}", 1, "[0,1]"),
+        ("{tensor_parallel_size: 3}", 4, "[2,3,4]"),
+        ("{tensor_parallel_size: 4}", 2, "[0,2,1,3]"),
+        ("{tensor_parallel_size: 2, pipeline_parallel_size: 2}", 4, "[0,1,2,3,6,7,8,9,11,12,13,14]"),
+    ],
+)
+def test_slots_of_several_nodes_that_vllm_cannot_use(run, settings, per_node, mapping):
     with pytest.raises(ConfigError) as raised:
-        load(file, ("num_gpus_per_node=1", "actor_infer.device_mapping=[0,1]"), load_registry())
+        load(run(settings), (f"num_gpus_per_node={per_node}", f"actor_infer.device_mapping={mapping}"), load_registry())
     assert [(each.key, each.code) for each in raised.value.problems] == [("actor_infer.device_mapping", "ROLL-C019")]
+
+
+@pytest.mark.parametrize("mapping", ["[4,5,0,1]", "[3,4]", "[2,3,4,5,7,8]"])
+def test_slots_of_one_node_or_as_many_of_two_are_accepted(run, mapping):
     file = run("{tensor_parallel_size: 2}")
-    load(file, ("num_gpus_per_node=4", "actor_infer.device_mapping=[4,5,0,1]"), load_registry())
-    load(file, ("actor_infer.device_mapping=[3,4]",), load_registry())  # nodes may have eight
-    with pytest.raises(ConfigError) as raised:
-        load(file, ("num_gpus_per_node=4", "actor_infer.device_mapping=[2,3,4,5,7,8]"), load_registry())
-    assert [each.key for each in raised.value.problems] == ["actor_infer.device_mapping"]
+    config = load(file, ("num_gpus_per_node=4", f"actor_infer.device_mapping={mapping}"), load_registry()).config
+    assert config.actor_infer.num_gpus_per_worker == 2
 
 
 def loaded(run, *overrides):

@@ -6,17 +6,38 @@ import math
 import os
 import socket
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CGROUPS = Path("/sys/fs/cgroup")
+PORTS = range(20_000, 32_000)
+"""Below the usual ranges of ephemeral ports, so that no outgoing connection takes a chosen port."""
 
 
 def hostname() -> str:
     """Name of this host, as shown in errors and logs."""
     return socket.gethostname()
+
+
+def free_port() -> int:
+    """A free port of this host, reserved until this process ends. Raises `OSError` if 100 random ports are in use.
+
+    The reserving socket is bound but does not listen: torch's stores, which set SO_REUSEADDR, can bind the same port,
+    and no other worker of this host gets it.
+    """
+    for port in Random().sample(PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.detach()  # stays open
+            return port
+    raise OSError(f"none of 100 random ports between {PORTS.start} and {PORTS.stop} is free")
 
 
 def usable_cores() -> int:

@@ -11,14 +11,13 @@ import contextlib
 import os
 import socket
 from dataclasses import dataclass, field
-from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import psutil
 import ray
 
-from roll_core.host import hostname
+from roll_core.host import free_port, hostname
 from roll_core.runtime.cluster.executors.base import Failure
 from roll_core.runtime.cluster.executors.worker_main import prepare_process
 from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError, WorkerProcess
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
     from roll_executor_ray.python_environments.spec import EnvironmentSpec
 
-PORTS = range(20_000, 32_000)
-"""Below the usual ranges of ephemeral ports, so that no outgoing connection takes a chosen port."""
 RETRY_S = 0.1
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable of gloo for its network interface.
@@ -196,7 +193,7 @@ def _info(host: str, pid: int, fingerprint: Mapping[str, str] = MappingProxyType
     address = ray.util.get_node_ip_address()
     interface = "" if GLOO_INTERFACE in os.environ else interface_of(address)
     return ProcessInfo(
-        host=host, pid=pid, address=address, port=_free_port(), interface=interface, fingerprint=dict(fingerprint)
+        host=host, pid=pid, address=address, port=free_port(), interface=interface, fingerprint=dict(fingerprint)
     )
 
 
@@ -207,21 +204,3 @@ def interface_of(address: str) -> str:
         if any(interface_address.address.partition("%")[0] == address for interface_address in addresses):
             return name
     return ""
-
-
-def _free_port() -> int:
-    """A free port of this host, reserved until this process ends. Raises `OSError` if 100 random ports are in use.
-
-    The reserving socket is bound but does not listen: torch's stores, which set SO_REUSEADDR, can bind the same port,
-    and no other worker of this host gets it.
-    """
-    for port in Random().sample(PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.detach()  # stays open
-            return port
-    raise OSError(f"none of 100 random ports between {PORTS.start} and {PORTS.stop} is free")

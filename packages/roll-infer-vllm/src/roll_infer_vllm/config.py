@@ -179,6 +179,12 @@ class VllmConfig(_EngineKeys):
         """Number of slots per worker: tensor × pipeline × data parallel size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
+    def several_nodes_problem(self) -> str:
+        """Reason why the slots of a worker must be on one node; empty if they may be on several."""
+        if self.data_parallel_size > 1:
+            return f"data_parallel_size is {self.data_parallel_size}, whose ranks must be on one node"
+        return ""
+
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments passed to vLLM: keys that are set or have a default other than None."""
         arguments = super().engine_arguments()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,11 @@ from roll_modeling.engine_files import engine_files, interleaved_rope
 from roll_modeling.routing import RoutingLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     from roll_core.spec.model import MeshInfo, ModelSpec
     from roll_infer_vllm.config import VllmConfig
@@ -59,14 +60,64 @@ class LaunchedVllm:
 
 
 def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: VllmMetrics) -> LaunchedVllm:
-    """Start the engine; blocks until it is ready.
+    """Start the engine; blocks until it is ready, on several nodes until the followers have started as well.
 
     Raises `ModelError`, `ConfigError`, and `UnsupportedError` for router replay with a dense model or without V2.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    slots = settings.slots_per_worker()
+    with environment(_variables(settings, mesh)), ExitStack() as scratch:
+        arguments, files, layout = _prepare(settings, model, mesh, scratch)
+        with _start_errors(mesh):
+            engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
+        return LaunchedVllm(
+            engine=engine,
+            arguments=arguments,
+            files=files,
+            layout=layout,
+            release_files=scratch.pop_all().close,
+        )
+
+
+def launch_follower(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo) -> MultiprocExecutor:
+    """Start the engine processes of a further node, as `vllm serve --headless` does; blocks until all nodes have.
+
+    Raises the errors of `launch`.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    with environment(_variables(settings, mesh)), ExitStack() as scratch:
+        arguments, _, _ = _prepare(settings, model, mesh, scratch)
+        with _start_errors(mesh):
+            return MultiprocExecutor(arguments.create_engine_config(headless=True))
+
+
+def _prepare(
+    settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, scratch: ExitStack
+) -> tuple[AsyncEngineArgs, EngineFiles, RoutingLayout | None]:
+    """Check the model and write its files to folders of `scratch`. Returns the arguments that all nodes have alike."""
     device, who = mesh.device.partition(":")[0], f"{mesh.role} rank {mesh.rank}"
+    if mesh.part is not None:
+        _check_several_nodes(settings, model, who)
+    engine_args = _engine_arguments(settings, device)
+    files = scratch.enter_context(engine_files(model, "vLLM"))
+    if device == "cpu":
+        _check_heads(files.head_sizes, who)
+    _check_experts(settings, files, who)
+    if settings.quantization:
+        _check_fp8(settings, files, model, device, who)
+    layout = None
+    if model.router_replay:
+        layout = RoutingLayout.of(files.text_config)
+        _check_second_runner(who)
+    num_workers = settings.slots_per_worker() // settings.data_parallel_size
+    arguments = _arguments(model, files, engine_args, num_workers, mesh)
+    if settings.data_parallel_size > 1:
+        _prepare_data_parallel(who)
+    return arguments, files, layout
+
+
+def _engine_arguments(settings: VllmConfig, device: str) -> dict[str, Any]:
     engine_args = settings.engine_arguments()
     engine_args["max_logprobs"] = -1  # `GenerateRequest.prompt_topk` may be any number of the vocabulary
     engine_args["limit_mm_per_prompt"] = {**OTHER_MEDIA, **engine_args.get("limit_mm_per_prompt", {})}
@@ -76,38 +127,41 @@ def launch(settings: VllmConfig, model: ModelSpec, mesh: MeshInfo, metrics: Vllm
             engine_args.setdefault("kv_cache_memory_bytes", HOST_CACHE_BYTES)
     elif settings.sleep_level:
         engine_args["enable_sleep_mode"] = True  # vLLM rejects it on a CPU; there we release the KV cache ourselves
+    return engine_args
+
+
+def _variables(settings: VllmConfig, mesh: MeshInfo) -> dict[str, str]:
+    """Environment variables of the engine processes of this node."""
+    device, part = mesh.device.partition(":")[0], mesh.part
     variables = engine_environment(
         device,
         os.environ,
         num_threads=mesh.num_threads,
-        num_slots=slots,
-        compiles=not engine_args.get("enforce_eager", False),
+        num_slots=settings.slots_per_worker() // (part.num_nodes if part else 1),
+        compiles=not _engine_arguments(settings, device).get("enforce_eager", False),
     )
-    with environment({**variables, PARENT: str(os.getpid())}), ExitStack() as scratch:
-        files = scratch.enter_context(engine_files(model, "vLLM"))
-        if device == "cpu":
-            _check_heads(files.head_sizes, who)
-        _check_experts(settings, files, who)
-        if settings.quantization:
-            _check_fp8(settings, files, model, device, who)
-        layout = None
-        if model.router_replay:
-            layout = RoutingLayout.of(files.text_config)
-            _check_second_runner(who)
-        arguments = _arguments(model, files, engine_args, slots // settings.data_parallel_size, mesh)
-        if settings.data_parallel_size > 1:
-            _prepare_data_parallel(who)
-        try:
-            engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[stat_logger(metrics)])
-        except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
-            raise ModelError(f"{who}: vLLM cannot start with this model and strategy_config: {error}") from error
-        return LaunchedVllm(
-            engine=engine,
-            arguments=arguments,
-            files=files,
-            layout=layout,
-            release_files=scratch.pop_all().close,
-        )
+    if part is not None and "VLLM_HOST_IP" not in os.environ:
+        variables["VLLM_HOST_IP"] = part.address  # by default that of the route to the internet
+    return {**variables, PARENT: str(os.getpid())}
+
+
+@contextmanager
+def _start_errors(mesh: MeshInfo) -> Iterator[None]:
+    """Context manager that raises `ModelError` in place of the errors with which vLLM does not start."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
+        who = f"{mesh.role} rank {mesh.rank}"
+        raise ModelError(f"{who}: vLLM cannot start with this model and strategy_config: {error}") from error
+
+
+def _check_several_nodes(settings: VllmConfig, model: ModelSpec, who: str) -> None:
+    """Raise `UnsupportedError` for what was not tried with a replica over several nodes."""
+    problem = settings.several_nodes_problem()
+    if model.router_replay:
+        problem = "router_replay.mode R3 is not tested with a replica over several nodes: write mode: disable"
+    if problem:
+        raise UnsupportedError(f"{who}: {problem}, or use slots of one node")
 
 
 def _check_heads(head_sizes: set[int], who: str) -> None:
@@ -195,6 +249,9 @@ def _arguments(
         "mm_device_do_normalize": False,  # pixels are those of the run's processor
         "disable_log_stats": True,  # disables only vLLM's own loggers, not our stat logger
     }
+    if (part := mesh.part) is not None:
+        derived |= {"nnodes": part.num_nodes, "node_rank": part.node_rank}
+        derived |= {"master_addr": part.master_addr, "master_port": part.master_port}
     check_arguments("vLLM", engine_args, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     try:
         return AsyncEngineArgs(**engine_args, **derived)

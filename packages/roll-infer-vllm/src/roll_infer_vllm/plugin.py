@@ -69,6 +69,7 @@ def roll_infer_strategies() -> Iterator[InferProvider]:
         summary="Generates with vLLM in separate processes: paged KV cache, prefix caching, tensor parallelism",
         capabilities=CAPABILITIES,
         memory="roll_infer_vllm.memory:memory",
+        follower="roll_infer_vllm.follower:VllmFollower",
         platforms=("cpu", "cuda"),
     )
 

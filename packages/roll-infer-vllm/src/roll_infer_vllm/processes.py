@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -11,7 +13,6 @@ from roll_modeling.engine_weights import EngineProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -29,8 +30,9 @@ class VllmProcesses(EngineProcesses):
 
     engine = "vLLM"
 
-    def __init__(self, engine: AsyncLLM, who: str, data_parallel_size: int = 1) -> None:
+    def __init__(self, engine: AsyncLLM, who: str, data_parallel_size: int = 1, *, several_nodes: bool = False) -> None:
         self._engine, self.who, self._has_ranks = engine, who, data_parallel_size > 1
+        self._several_nodes = several_nodes
         self.adapter: Any = None
         """`LoRARequest` of the loaded adapter; None before the first update, when an adapter would change nothing."""
 
@@ -48,6 +50,8 @@ class VllmProcesses(EngineProcesses):
     async def load_bucket(self, bucket: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        if self._several_nodes:  # processes of other nodes cannot open the path
+            bucket = {**bucket, "path": "", "content": await asyncio.to_thread(Path(bucket["path"]).read_bytes)}
         await self._engine.update_weights(WeightTransferUpdateRequest(bucket))
 
     @override

@@ -99,11 +99,15 @@ class VllmStrategy(InferStrategy):
         self._files, self._layout = launched.files, launched.layout
         self._max_model_len = int(engine.model_config.max_model_len)
         try:
-            processes = self._processes = VllmProcesses(engine, self._who, self._settings.data_parallel_size)
+            several_nodes = mesh.part is not None
+            processes = self._processes = VllmProcesses(
+                engine, self._who, self._settings.data_parallel_size, several_nodes=several_nodes
+            )
             if model.lora is not None:
                 self._weights = AdapterWeights(processes, mesh.role, model.lora)
             else:
-                self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, slot_devices(mesh))
+                devices = () if several_nodes else slot_devices(mesh)
+                self._weights = ModelWeights(processes, self._settings.bucket_mib << 20, devices)
             processor = self._files.processor
             media_token_ids = () if processor is None else processor.media_token_ids
             await while_alive(engine, engine.collective_rpc("roll_prepare", args=(media_token_ids,)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from dataclasses import asdict, dataclass, field
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -39,12 +42,13 @@ class NoSetup(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is untyped 
 
 @dataclass
 class BucketUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Update info with the fields of `BucketInfo`."""
+    """Update info with the fields of `BucketInfo`, and the bucket itself if it comes from another node."""
 
     num_bytes: int
     tensors: list[Any] = field(default_factory=list)
     path: str = ""
     handles: dict[str, str] = field(default_factory=dict)
+    content: bytes = b""
 
 
 class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -85,7 +89,8 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
     def receive_weights(self, update_info: BucketUpdate) -> None:
         """Load the tensors of one bucket; see `update_weights`."""
         loaded = VllmModel(self.model, str(self.device))
-        self.model.load_weights(self._others(loaded, BucketInfo(**asdict(update_info))))
+        with _opened(update_info) as bucket:
+            self.model.load_weights(self._others(loaded, bucket))
 
     def finish_weight_update(self) -> None:
         """Finish an update: process layers that stayed incomplete (padded ones) and restore the model's structure."""
@@ -114,3 +119,17 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
                 remember_unreadable(self.model, name, tensor)
             remember_decay(self.model, name, tensor)
             yield loaded.sent_name(name), tensor.to(self.device)
+
+
+@contextmanager
+def _opened(update: BucketUpdate) -> Iterator[BucketInfo]:
+    """The bucket in memory that this process can open."""
+    fields = {each.name: getattr(update, each.name) for each in dataclasses.fields(BucketInfo)}
+    if not update.content:
+        yield BucketInfo(**fields)
+        return
+    descriptor = os.memfd_create("roll-bucket")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(update.content)
+        file.flush()
+        yield BucketInfo(**{**fields, "path": f"/proc/self/fd/{descriptor}"})

@@ -76,7 +76,7 @@ def engine_errors() -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        raise _died() from error
+        raise engine_died() from error
 
 
 async def while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, T]) -> T:
@@ -88,12 +88,13 @@ async def while_alive(engine: AsyncLLM, work: Coroutine[Any, Any, T]) -> T:
     try:
         while not (await asyncio.wait([task], timeout=POLL_S))[0]:
             if engine.errored:
-                raise _died()
+                raise engine_died()
         with engine_errors():
             return task.result()
     finally:
         task.cancel()
 
 
-def _died() -> EngineDiedError:
+def engine_died() -> EngineDiedError:
+    """The error of an engine whose process has exited."""
     return EngineDiedError("vLLM's engine process has exited; vLLM logged the reason above")

@@ -109,6 +109,20 @@ def _without(logits: Any, ids: Tensor | None) -> Any:
     return logits if ids is None else logits.index_fill_(-1, ids, -torch.inf)
 
 
+def allocate_stage_inputs(model_runner: Any) -> None:
+    """Allocate the input of a later pipeline stage, as vLLM's warm-up does.
+
+    On a CPU vLLM skips its warm-up if `enforce_eager` and `kv_cache_memory_bytes` are set, and then fails at the first
+    request.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if getattr(model_runner, "intermediate_tensors", model_runner) is None and not get_pp_group().is_first_rank:
+        model_runner.intermediate_tensors = model_runner.model.make_empty_intermediate_tensors(
+            batch_size=model_runner.max_num_tokens, dtype=model_runner.model_config.dtype, device=model_runner.device
+        )
+
+
 def use_tempered_sampler(model_runner: Any, never_sampled: Sequence[int] = ()) -> None:
     """Turn the model runner's sampler into ours, with the same options. V2 has none on all but the last pipeline stage.
 

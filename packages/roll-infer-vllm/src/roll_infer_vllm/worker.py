@@ -18,10 +18,12 @@ class WorkerExtension:
     device: Any
 
     def roll_prepare(self, never_sampled: Sequence[int]) -> None:
-        """Install our sampler, which never samples these ids. Called once after the model is loaded."""
-        from roll_infer_vllm.workarounds import use_tempered_sampler
+        """Install our sampler, which never samples these ids, and mend pipeline stages. Called once after the model is
+        loaded."""
+        from roll_infer_vllm.workarounds import allocate_stage_inputs, use_tempered_sampler
 
         use_tempered_sampler(self.model_runner, never_sampled)
+        allocate_stage_inputs(self.model_runner)
 
     def roll_act(self, action: Action, argument: Any) -> Any:
         """Run an action of `LoadedModel.act` on this process's model."""

@@ -12,7 +12,13 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.executors import executor_of
 from roll_core.runtime.cluster.placement import check_local, no_such_slot, place_roles, slots_of, slots_per_node
 from roll_core.runtime.cluster.platform import select_platform
-from roll_core.runtime.workers.build import provider_of, role_config, separate_processes_reason, slots_per_worker
+from roll_core.runtime.workers.build import (
+    provider_of,
+    role_config,
+    roles_over_nodes,
+    separate_processes_reason,
+    slots_per_worker,
+)
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.plan import UPDATE, Phase, PipelinePlan
 from roll_core.spec.platform import HOST_DEVICE
@@ -56,7 +62,7 @@ class Placement:
     @property
     def nodes(self) -> set[int]:
         """Indices of the nodes that have workers."""
-        return {place.node for workers in self.places.values() for place in workers}
+        return {part.node for workers in self.places.values() for place in workers for part in place.parts}
 
 
 def place(
@@ -94,6 +100,7 @@ def place(
         per_node,
         slots_per_worker=slots_per_worker(pipeline.roles, config, registry),
         configured=config.roles(),
+        over_nodes=roles_over_nodes(pipeline.roles, config, registry),
     )
     apart = separate_processes_reason(pipeline.roles, config, registry)
     executor = executor_of(config, registry, places, apart)
@@ -204,9 +211,9 @@ def _missing(places: Mapping[str, tuple[Place, ...]], platform: Platform, per_no
     """One problem per role with slots beyond the last node: its first missing slot and number of unplaced workers."""
     problems = []
     for role, workers in places.items():
-        unplaced = [worker for worker in workers if worker.node >= num_nodes and worker.slots]
+        unplaced = [worker for worker in workers if any(slot >= num_nodes * per_node for slot in slots_of([worker]))]
         if unplaced:
-            slot = next(slot for slot in unplaced[0].slots if slot >= num_nodes * per_node)
+            slot = min(slot for slot in slots_of(unplaced[:1]) if slot >= num_nodes * per_node)
             count = f"{len(unplaced)} of {len(workers)} workers of {role} cannot be placed"
             problems.append(f"{count}: {no_such_slot(role, slot, platform, per_node, num_nodes)}")
     return problems
@@ -232,9 +239,9 @@ def _waiting(
     """A note about slots for which the run may wait: the executor reserves all slots of a run together."""
     highest: dict[int, int] = {}
     for workers in places.values():
-        for worker in workers:
-            if worker.slots:
-                highest[worker.node] = max(highest.get(worker.node, 0), max(worker.local_indices) + 1)
+        for part in (part for worker in workers for part in worker.parts):
+            if part.slots:
+                highest[part.node] = max(highest.get(part.node, 0), max(part.local_indices) + 1)
     if not highest or platform.slots_share_cores:
         return ()
     slot_counts = ", ".join(f"{highest[node]}" for node in sorted(highest))

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from roll_core.runtime.cluster.placement import slots_of
 from roll_tools.planning import GIB, plan
 from roll_tools.suggestion import explained
 
@@ -112,7 +113,7 @@ def _runs(places: Mapping[str, tuple[Place, ...]], per_node: int) -> Iterator[li
     holders: dict[int, tuple[str, ...]] = {}
     for role, workers in places.items():
         for worker in workers:
-            for slot in worker.slots:
+            for slot in slots_of([worker]):
                 holders[slot] = (*holders.get(slot, ()), role)
     run: list[int] = []
     for slot in sorted(holders):
@@ -131,13 +132,13 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _ranks(workers: tuple[Place, ...], slots: Sequence[int]) -> str:
-    here = [worker for worker in workers if not set(slots).isdisjoint(worker.slots)]
+    here = [worker for worker in workers if not slots_of([worker]).isdisjoint(slots)]
     if not here:
         return ""
     ranks = sorted(worker.rank for worker in here)
     together = ranks == list(range(ranks[0], ranks[-1] + 1))
     shown = _range(ranks) if together else ", ".join(map(str, ranks))
-    num_slots = len(here[0].slots)
+    num_slots = len(slots_of(here[:1]))
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}" + (f", {num_slots} slots each" if num_slots > 1 else "")
 
 

@@ -171,7 +171,7 @@ def _question(
         on_host=placement.platform.slots_share_cores or not any(place.slots for place in places),
         slot_bytes=slot_bytes,
         world_size=len(places),
-        num_slots=max(1, *(len(place.slots) for place in places)),
+        num_slots=max(1, *(len(slots_of([place])) for place in places)),
         image_tokens=_image_tokens(worker, config, size),
         trains_vision=size.vision is not None and spec.lora is None and "vision" not in spec.freeze,
         **_micro_batches(role, worker, config, placement, size),

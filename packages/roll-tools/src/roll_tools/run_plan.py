@@ -158,16 +158,16 @@ def _phase_loads(phase: Phase, placement: Placement, roles: Moved, capacity: Cap
     slots: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for role, away in roles:
         device, host = _by_memory(role, phase, away, placement)
-        for worker in placement.places[role.role]:
-            nodes[worker.node][role.role] += host
-            for slot in worker.slots if _on_slots(role, placement) else ():
+        for part in (part for worker in placement.places[role.role] for part in worker.parts):
+            nodes[part.node][role.role] += host
+            for slot in part.slots if _on_slots(role, placement) else ():
                 slots[slot][role.role] += device
                 contexts = 0 if placement.executor.in_process else slots[slot]["device context"]
                 slots[slot]["device context"] = contexts + CONTEXT_BYTES
     nodes[0]["libraries"] += PROCESS_BYTES  # the driver
     for workers in () if placement.executor.in_process else placement.places.values():
-        for worker in workers:
-            nodes[worker.node]["libraries"] += PROCESS_BYTES
+        for part in (part for worker in workers for part in worker.parts):
+            nodes[part.node]["libraries"] += PROCESS_BYTES
     memories = [(f"node {node}", by_role, capacity.host) for node, by_role in sorted(nodes.items())]
     for slot, by_role in sorted(slots.items()):
         memories.append((f"node {slot // placement.per_node}, slot {slot}", by_role, capacity.slot))

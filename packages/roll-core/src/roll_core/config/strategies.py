@@ -26,7 +26,7 @@ from roll_core.spec.config import (
     TrainWorkerConfig,
     WorkerConfig,
 )
-from roll_core.spec.devices import parse_device_mapping
+from roll_core.spec.devices import is_even, parse_device_mapping, slots_by_node
 from roll_core.spec.model import model_keys
 from roll_core.spec.providers import (
     InferCapabilities,
@@ -270,8 +270,8 @@ class StrategyCheck:
         return False
 
     def _check_slots(self) -> None:
-        """Set `num_gpus_per_worker` to the value that the strategy determines, and check that the slots of each worker
-        are on one node."""
+        """Set `num_gpus_per_worker` to the value that the strategy determines, and check the nodes of each worker's
+        slots."""
         provider, num_slots = self.provider, self.role.get("num_gpus_per_worker")
         computed = self.strategy.slots_per_worker()
         self._check_nodes(computed or num_slots)
@@ -289,20 +289,31 @@ class StrategyCheck:
             self.role["num_gpus_per_worker"] = computed
 
     def _check_nodes(self, per_worker: object) -> None:
-        """Check that the slots of each worker are on one node, if `num_gpus_per_node` is given."""
+        """Check that the slots of each worker are on one node, or evenly on several if the strategy has followers.
+
+        Without `num_gpus_per_node` the nodes are not known here.
+        """
         per_node = self.data.get("num_gpus_per_node")
         if type(per_node) is not int or per_node < 1 or type(per_worker) is not int or per_worker < 2:
             return
         slots = _slots(self.role) or ()
         for rank, start in enumerate(range(0, len(slots), per_worker)):
             mine = slots[start : start + per_worker]
-            nodes = sorted({slot // per_node for slot in mine})
-            if len(nodes) > 1:
-                where = f"slots {', '.join(map(str, mine))} on nodes {', '.join(map(str, nodes))}"
-                message = f"worker {rank} has {where}, expected one node (num_gpus_per_node {per_node})"
-                hint = "change device_mapping, or spread the model over fewer slots"
-                self.report((*self.path, "device_mapping"), message, hint, code="ROLL-C019")
-                return
+            parts = slots_by_node(mine, per_node)
+            if len(parts) == 1:
+                continue
+            nodes = ", ".join(str(part[0] // per_node) for part in parts)
+            message = f"worker {rank} has slots {', '.join(map(str, mine))} on nodes {nodes}"
+            expected, why = "one node", ""
+            if isinstance(self.provider, InferProvider) and self.provider.follower:
+                why = self.strategy.several_nodes_problem()
+                expected = "one node" if why else "as many on each node, node by node"
+                if not why and is_even(parts, per_node):
+                    continue
+            message += f", expected {expected} (num_gpus_per_node {per_node})" + (f": {why}" if why else "")
+            hint = "change device_mapping, or spread the model over fewer slots"
+            self.report((*self.path, "device_mapping"), message, hint, code="ROLL-C019")
+            return
 
     def _check_replicas(self) -> None:
         """Set `ranks_per_replica` to the value that the strategy determines. Check that it divides the role's number of

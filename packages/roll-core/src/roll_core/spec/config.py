@@ -193,6 +193,11 @@ class StrategyConfig(Config):
         """Slots per worker, if the configuration determines it (tensor × pipeline parallel size); otherwise None."""
         return None
 
+    def several_nodes_problem(self) -> str:
+        """Infer strategies with a follower: reason why the slots of a worker must be on one node; empty if they may be
+        on several."""
+        return ""
+
     def serves_adapters(self) -> bool:
         """Infer strategies: True if the engine loads trained adapters separately instead of weights with merged
         adapters."""

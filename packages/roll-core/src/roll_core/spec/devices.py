@@ -10,6 +10,11 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_SLOTS = 1_000_000
 _WORDS = re.compile(r"(?:[\s()\[\],+-]|\b(?:list|range|[0-9]{1,9})\b)*", re.ASCII)
@@ -38,6 +43,16 @@ def parse_device_mapping(value: object) -> tuple[int, ...]:
             raise ValueError(f"device_mapping names slot {slot} twice")
         seen.add(slot)
     return tuple(slots)
+
+
+def slots_by_node(slots: Sequence[int], per_node: int) -> list[tuple[int, ...]]:
+    """The slots of a worker, in order, split where the node changes."""
+    return [tuple(part) for _, part in groupby(slots, key=lambda slot: slot // per_node)]
+
+
+def is_even(parts: Sequence[Sequence[int]], per_node: int) -> bool:
+    """True if each of `slots_by_node` is another node, with as many slots."""
+    return len({len(part) for part in parts}) == 1 and len({part[0] // per_node for part in parts}) == len(parts)
 
 
 def _slots(text: str) -> list[int]:

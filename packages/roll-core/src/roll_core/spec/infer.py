@@ -135,6 +135,30 @@ class InferStrategy(ABC):
         """Stop the engine and release everything. May be called more than once, also after an error."""
 
 
+class InferFollower(ABC):
+    """Part of an engine replica on a further node, in its own worker. The strategy on the first node drives it.
+
+    Order of calls, all on one event loop: `__init__(config) -> start(model, mesh) -> check()* -> stop()`. The run
+    starts all parts of a replica together, and replaces all of them if one exits.
+    """
+
+    def __init__(self, config: StrategyConfig) -> None:
+        """Keep the configuration; do not touch devices."""
+        self.config = config
+
+    @abstractmethod
+    async def start(self, model: ModelSpec, mesh: MeshInfo) -> None:
+        """Start the engine processes of this node, which meet the others as `mesh.part` tells."""
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Raise `EngineDiedError` if an engine process of this node exited. Called every second."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End the engine processes of this node. Idempotent."""
+
+
 def check_request(
     request: GenerateRequest,
     *,

@@ -118,6 +118,23 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPart:
+    """One node's part of an engine replica over several nodes, and where the parts meet."""
+
+    node_rank: int
+    """0 on the node of the `InferStrategy`; the other nodes have an `InferFollower`."""
+    num_nodes: int
+    master_addr: str
+    """Address of the first part's host."""
+    master_port: int
+    """Free port there, the same for all parts."""
+    address: str
+    """Address of this part's host."""
+    sampling_seed: int
+    """`MeshInfo.sampling_seed` of all parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshInfo:
     """Position of a worker within its role, and how to reach the other ranks. A strategy creates its process groups
     from it."""
@@ -137,7 +154,7 @@ class MeshInfo:
     """Secret that only the ranks of the role know; empty if no run started them, as in tests. With it,
     `roll_weight_transports.rendezvous.open_store` opens the store that `init_process_group` needs."""
     num_slots: int = 1
-    """Slots of this worker (`num_gpus_per_worker`)."""
+    """Slots of this worker on its node: `num_gpus_per_worker`, or a part of it if `part` is set."""
     num_threads: int = 0
     """CPU threads for computation; 0 keeps the library's default."""
     timeout_s: float = 600.0
@@ -145,6 +162,8 @@ class MeshInfo:
     sampling_seed: int = 0
     """63-bit seed for requests without a seed of their own. It differs between workers and between starts of a worker.
     Otherwise two replicas, or a run before and after a resume, would use the same random numbers."""
+    part: ReplicaPart | None = None
+    """Set if the replica is on several nodes, see `InferProvider.follower`."""
 
 
 def is_hub_id(source: str) -> bool:

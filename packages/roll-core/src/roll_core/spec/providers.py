@@ -186,6 +186,9 @@ class InferProvider(Provider):
     memory: str = ""
     """`"module:function"` that estimates a worker's memory, see `roll_core.spec.plan`. Empty: estimated by parameters
     alone."""
+    follower: str = ""
+    """`"module:Class"`, a subclass of `roll_core.spec.infer.InferFollower`, for replicas over several nodes. Empty: all
+    slots of a replica must be on one node."""
 
 
 def replays_experts(provider: TrainProvider | InferProvider) -> bool:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from roll_core.errors import PlacementError, UnsupportedError
 from roll_core.host import usable_cores
+from roll_core.spec.devices import is_even, slots_by_node
 from roll_core.spec.platform import HOST_DEVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.platform import Platform, RoleKind
@@ -44,6 +45,13 @@ class Place:
     """Used slots of its node, which share the host's cores; 0 for a worker that needs only one thread."""
     wanted_threads: int = 0
     """The user's `OMP_NUM_THREADS`; 0 for the share of the host's cores."""
+    followers: tuple[Place, ...] = ()
+    """Places on further nodes, if the worker is an engine replica over several nodes."""
+
+    @property
+    def parts(self) -> tuple[Place, ...]:
+        """The place on each node of the worker."""
+        return (self, *self.followers)
 
     def threads_of(self, cores: int) -> int:
         """CPU threads of this worker on a host with `cores` cores, at least 1; the user's `OMP_NUM_THREADS` wins."""
@@ -60,6 +68,7 @@ def place_roles(
     slots_per_worker: Mapping[str, int] | None = None,
     cores: int | None = None,
     configured: Mapping[str, WorkerConfig] | None = None,
+    over_nodes: Container[str] = (),
 ) -> dict[str, tuple[Place, ...]]:
     """Place every worker of every role on nodes with `per_node` slots each; placements are ordered by rank.
 
@@ -69,14 +78,15 @@ def place_roles(
 
     `slots_per_worker` has the numbers that strategies compute from their configurations. `cores` are the CPU cores of a
     node; by default those of this host, and other nodes are assumed to be alike. Raises `PlacementError` if the slots
-    of a worker are on several nodes. If a node does not exist, the executor raises when it starts.
+    of a worker are on several nodes, except for roles `over_nodes`, whose workers have as many slots on each node. If a
+    node does not exist, the executor raises when it starts.
     """
     host_cores = cores or usable_cores()
     slots = {
         name: _slots_of_workers(worker, platform, (slots_per_worker or {}).get(name)) for name, worker in roles.items()
     }
     for name, workers in slots.items():
-        _check_slots(name, workers, per_node)
+        _check_slots(name, workers, per_node, over_nodes=name in over_nodes)
     used = {slot for workers in slots.values() for worker_slots in workers for slot in worker_slots}
     nodes = sorted({slot // per_node for slot in used}) or [0]
     for name, worker in (configured or {}).items():
@@ -102,7 +112,7 @@ def slots_per_node(platform: Platform, num_gpus_per_node: int | None) -> int:
 
 def slots_of(places: Iterable[Place]) -> frozenset[int]:
     """Global numbers of all slots of a role."""
-    return frozenset(slot for place in places for slot in place.slots)
+    return frozenset(slot for place in places for part in place.parts for slot in part.slots)
 
 
 def check_local(
@@ -119,10 +129,9 @@ def check_local(
             " scores: choose another executor, or give it one slot"
         )
     num_slots = min(per_node, platform.device_count()) if here and not platform.slots_share_cores else per_node
-    for place in places:
-        for slot in place.slots:
-            if slot >= num_slots:
-                raise PlacementError(no_such_slot(role, slot, platform, num_slots, 1))
+    for slot in sorted(slots_of(places)):
+        if slot >= num_slots:
+            raise PlacementError(no_such_slot(role, slot, platform, num_slots, 1))
 
 
 def _slots_of_workers(worker: WorkerConfig, platform: Platform, computed: int | None) -> list[tuple[int, ...]]:
@@ -137,13 +146,15 @@ def _slots_of_workers(worker: WorkerConfig, platform: Platform, computed: int | 
     return [tuple(mapping[start : start + per_worker]) for start in range(0, len(mapping), per_worker)]
 
 
-def _check_slots(name: str, workers: Sequence[tuple[int, ...]], per_node: int) -> None:
+def _check_slots(name: str, workers: Sequence[tuple[int, ...]], per_node: int, *, over_nodes: bool) -> None:
     for rank, slots in enumerate(workers):
-        nodes = sorted({slot // per_node for slot in slots})
-        if len(nodes) > 1:
+        parts = slots_by_node(slots, per_node)
+        if len(parts) > 1 and not (over_nodes and is_even(parts, per_node)):
+            nodes = ", ".join(str(part[0] // per_node) for part in parts)
+            expected = "must be on one node" if not over_nodes else "must be as many on each node, node by node"
             raise PlacementError(
-                f"{name} rank {rank}: slots {', '.join(map(str, slots))} are on nodes {', '.join(map(str, nodes))} of"
-                f" {per_node} slots each (num_gpus_per_node), but the slots of one worker must be on one node"
+                f"{name} rank {rank}: slots {', '.join(map(str, slots))} are on nodes {nodes} of {per_node} slots each"
+                f" (num_gpus_per_node), but the slots of one worker {expected}"
             )
 
 
@@ -169,16 +180,16 @@ def _places(
     in_use: Mapping[int, int],
     cores: int,
 ) -> tuple[Place, ...]:
-    placed: list[Place] = []
     ranks_on: dict[int, int] = {}
-    for rank, slots in enumerate(workers):
+
+    def place(rank: int, world_size: int, slots: tuple[int, ...]) -> Place:
         node = slots[0] // per_node if slots else nodes[rank % len(nodes)]
         local = tuple(slot % per_node for slot in slots)
         computes = bool(slots) or config.kind != "reward"
         sharers = max(in_use.get(node, 0), 1 if slots else -(-len(workers) // len(nodes)))
-        place = Place(
+        placed = Place(
             rank=rank,
-            world_size=len(workers),
+            world_size=world_size,
             local_rank=ranks_on.get(node, 0),
             node=node,
             slots=slots,
@@ -186,6 +197,15 @@ def _places(
             device=platform.device(local[0]) if slots else HOST_DEVICE,
             slots_in_use=sharers if computes else 0,
         )
-        ranks_on[node] = place.local_rank + 1
-        placed.append(replace(place, num_threads=place.threads_of(cores)))
+        ranks_on[node] = placed.local_rank + 1
+        return replace(placed, num_threads=placed.threads_of(cores))
+
+    parts = [slots_by_node(slots, per_node) or [()] for slots in workers]
+    num_followers = sum(len(others) for _, *others in parts)
+    placed: list[Place] = []
+    for first, *others in parts:
+        leader = place(len(placed), len(workers), first)
+        ahead = sum(len(leader.followers) for leader in placed)
+        followers = tuple(place(ahead + i, num_followers, slots) for i, slots in enumerate(others))
+        placed.append(replace(leader, followers=followers))
     return tuple(placed)

@@ -311,7 +311,7 @@ class ActiveRun(Run):
         for scheduler in self._schedulers:
             await scheduler.close()
         for role in self.infer_roles.values():
-            await role.queue.close()
+            await role.close()
         if self.rewards is not None:
             await self.rewards.close()
 

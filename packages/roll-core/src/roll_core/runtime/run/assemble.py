@@ -25,14 +25,17 @@ from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.rollout.requests import stop_finder
 from roll_core.runtime.rollout.scoring import RewardRole, RewardRouter
+from roll_core.runtime.run.followers import Followers
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
 from roll_core.runtime.workers.build import (
+    follower_group,
     group_specs,
     model_spec,
     offloads,
     provider_of,
     role_config,
+    roles_over_nodes,
     separate_processes_reason,
     slots_per_worker,
 )
@@ -87,6 +90,7 @@ async def start_roles(
         per_node,
         slots_per_worker=slots_per_worker(roles, config, registry),
         configured=config.roles(),
+        over_nodes=roles_over_nodes(roles, config, registry),
     )
     apart = separate_processes_reason(roles, config, registry)
     chosen = executor_of(config, registry, places, apart)
@@ -120,6 +124,9 @@ async def start_roles(
                 role.name,
                 worker,
                 group,
+                followers=Followers(group, groups[follower_group(role.name)])
+                if follower_group(role.name) in groups
+                else None,
                 leases=run.leases,
                 sleeps=can_offload,
                 receives_weights=bool(role.model_from),

@@ -17,6 +17,7 @@ from typing_extensions import override
 from roll_core.data.module_rows import balance_rows, check_rows
 from roll_core.data.pack import balance, count_totals, rollouts
 from roll_core.errors import CheckpointError, RollError, UnsupportedError, WorkerDiedError, WorkerTimeoutError
+from roll_core.runtime.cluster.concurrency import gather
 from roll_core.runtime.cluster.executors.base import WorkerStub
 from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.cluster.placement import slots_of
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.cluster.memory_use import MemoryUse
+    from roll_core.runtime.run.followers import Followers
     from roll_core.spec.config import WorkerConfig
     from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
     from roll_core.spec.train import LossFn, LossMetrics, StateKind, StepStats
@@ -363,6 +365,7 @@ class GroupInferRole(InferRole):
         config: WorkerConfig,
         group: WorkerGroup,
         *,
+        followers: Followers | None = None,
         leases: SlotLeases | None = None,
         sleeps: bool = False,
         receives_weights: bool = False,
@@ -372,12 +375,13 @@ class GroupInferRole(InferRole):
     ) -> None:
         """Wrap a worker group. `queue` constructs its `RequestQueue` of the replicas and `survives_all`.
 
+        `followers` are the workers on further nodes, if replicas are on several.
         `leases` grants leases on slots and is shared by all roles. If `sleeps`, the engines free their slots for other
         roles and lose their weights. They sleep only if `receives_weights`: if a role publishes weights to them.
         `restart` restarts all replicas and publishes weights to them. It is called once no replica is alive. Without
         it, replicas of a role without a publish are restarted with the weights of their model.
         """
-        self.name, self.config, self.group = name, config, group
+        self.name, self.config, self.group, self._followers = name, config, group, followers
         self._workers = WorkerStub[InferWorker](group)
         self.capabilities = capabilities or InferCapabilities()
         self._replicas = {rank: WorkerReplica(group, rank) for rank in range(group.world_size)}
@@ -437,7 +441,10 @@ class GroupInferRole(InferRole):
 
     async def start(self) -> None:
         """Start every engine and log the URLs of its OpenAI-compatible endpoints, if it has any."""
-        await self._workers(InferWorker.start).all()
+        if self._followers is None:
+            await self._workers(InferWorker.start).all()
+        else:
+            await gather([self._followers.start(rank) for rank in range(self.group.world_size)])
         if self.capabilities.endpoint:
             for rank, url in enumerate(await self._workers(InferWorker.endpoint).all()):
                 log.info("%s rank %d serves OpenAI's API at %s", self.name, rank, url)
@@ -449,8 +456,13 @@ class GroupInferRole(InferRole):
             rank = min(self.group.lost)
             # First: an idle replica's exit may be unnoticed, and the queue would submit to the old worker.
             self.queue.remove(self._replicas[rank])
-            await self.group.replace(rank)
-            await self._workers(InferWorker.start).at(rank)
+            if self._followers is None:
+                await self.group.replace(rank)
+                await self._workers(InferWorker.start).at(rank)
+            else:
+                await self._followers.replace(rank)  # first: its checks would end the new worker
+                await self.group.replace(rank)
+                await self._followers.start(rank)
             self._waiting.add(rank)
 
     async def reload(self) -> None:
@@ -569,6 +581,12 @@ class GroupInferRole(InferRole):
                     " weights: call publish_weights before it generates"
                 )
             yield
+
+    async def close(self) -> None:
+        """Stop all requests and the checks of followers."""
+        await self.queue.close()
+        if self._followers is not None:
+            await self._followers.close()
 
     async def memory_use(self) -> list[MemoryUse | None]:
         """Memory of each replica's process and device in bytes; None if unknown."""

@@ -46,6 +46,7 @@ WORKERS = {
     "generate": "roll_core.runtime.workers.infer:InferWorker",
     "reward": "roll_core.runtime.workers.reward:RewardWorker",
 }
+FOLLOWER = "roll_core.runtime.workers.infer:FollowerWorker"
 COLLECTIVE_TIMEOUT_S = 600.0
 
 
@@ -213,20 +214,40 @@ def group_specs(
             args["backend"] = platform.collective_backend if on_slots else HOST_BACKEND
             env = values_of(_settings(role.name, config, provider).worker_environment())
         env |= {**config.system_envs, **worker.system_envs}
-        specs.append(
-            GroupSpec(
-                role=role.name,
-                kind=role.kind,
-                target=WORKERS[role.kind],
-                args={"role": role.name, "provider": provider, "owner": registry.owner(provider), **args},
-                places=_with_wanted_threads(places[role.name], env),
-                env=env,
-                environment=environments.get(role.name),
-                timeout_s=config.rpc_timeout,
-                survives=_survives(role),
-            )
+        spec = GroupSpec(
+            role=role.name,
+            kind=role.kind,
+            target=WORKERS[role.kind],
+            args={"role": role.name, "provider": provider, "owner": registry.owner(provider), **args},
+            places=_with_wanted_threads(places[role.name], env),
+            env=env,
+            environment=environments.get(role.name),
+            timeout_s=config.rpc_timeout,
+            survives=_survives(role),
         )
+        specs.append(spec)
+        if followers := [follower for place in places[role.name] for follower in place.followers]:
+            name = follower_group(role.name)
+            followed = _with_wanted_threads(followers, env)
+            specs.append(replace(spec, role=name, target=FOLLOWER, args={**spec.args, "role": name}, places=followed))
     return specs
+
+
+def follower_group(role: str) -> str:
+    """Name of the group of workers on further nodes of a role's replicas."""
+    return f"{role}.followers"
+
+
+def roles_over_nodes(roles: Sequence[RoleSpec], config: RunConfig, registry: Registry) -> set[str]:
+    """Roles whose workers may have slots on several nodes."""
+    over_nodes = set()
+    for role in roles:
+        provider = provider_of(role.name, config, registry)
+        if not isinstance(provider, InferProvider) or not provider.follower:
+            continue
+        if not _settings(role.name, config, provider).several_nodes_problem():
+            over_nodes.add(role.name)
+    return over_nodes
 
 
 def role_environments(config: RunConfig, registry: Registry) -> dict[str, RoleEnvironment]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from roll_core.errors import InvalidCompletionError, RollError
+from roll_core.host import free_port
 from roll_core.runtime.cluster.concurrency import cancel_all
 from roll_core.runtime.cluster.executors.base import retrieve
 from roll_core.runtime.cluster.memory_use import MemoryUse, MemoryWatch
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from roll_core.runtime.cluster.executors.base import Peers, Place
-    from roll_core.spec.infer import InferStrategy, MetricKind
-    from roll_core.spec.model import ModelSpec
+    from roll_core.spec.infer import InferFollower, InferStrategy, MetricKind
+    from roll_core.spec.model import ModelSpec, ReplicaPart
     from roll_core.spec.providers import InferProvider
     from roll_core.spec.transport import DeviceFacts
     from roll_core.types import GenerateRequest
@@ -100,9 +101,15 @@ class InferWorker(ReceivingWorker):
         A call after its deadline may still be putting the engine to sleep when the next call wakes it.
         """
 
-    async def start(self) -> None:
-        """Start the engine."""
+    async def free_port(self) -> int:
+        """A free port of this host, where the parts of a replica over several nodes meet."""
+        return free_port()
+
+    async def start(self, part: ReplicaPart | None = None) -> None:
+        """Start the engine, or its first part if the replica is on several nodes."""
         self.watch = MemoryWatch(self.mesh.device)
+        if part is not None:
+            self.mesh = replace(self.mesh, part=part, sampling_seed=part.sampling_seed)
         await self.strategy.start(self.model, self.mesh)
 
     async def submit(self, requests: Sequence[GenerateRequest]) -> None:
@@ -225,6 +232,41 @@ class InferWorker(ReceivingWorker):
         await cancel_all(running.task for running in self.running.values())
         self.receiver.close()
         await self.strategy.stop()
+
+
+class FollowerWorker:
+    """Worker on a further node of a replica. The strategy on the first node drives its engine processes."""
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        peers: Peers,
+        role: str,
+        provider: InferProvider,
+        strategy_config: Mapping[str, Any],
+        model: ModelSpec,
+        backend: str,
+        timeout_s: float,
+        owner: str,
+    ) -> None:
+        """As for `InferWorker`."""
+        self.model, self.mesh = model, mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
+        self.follower: InferFollower = make_strategy(
+            replace(provider, target=provider.follower), strategy_config, owner=owner
+        )
+
+    async def start(self, part: ReplicaPart) -> None:
+        """Start this part of the engine; returns when all parts have met."""
+        await self.follower.start(self.model, replace(self.mesh, part=part, sampling_seed=part.sampling_seed))
+
+    async def check(self) -> None:
+        """Raise `EngineDiedError` if an engine process of this part exited."""
+        await self.follower.check()
+
+    async def close(self) -> None:
+        """End the engine processes of this part."""
+        await self.follower.stop()
 
 
 def completion_problem(completion: object, request: GenerateRequest, *, vocab_size: int | None) -> str:

@@ -23,8 +23,8 @@ def executor_of(
 ) -> ExecutorProvider:
     """Executor that the config names. For `auto`, see `choose_executor`.
 
-    Roles fit into one process if each has one worker, on node 0, and none has its own Python environment. `apart` is
-    the reason why weights cannot reach an engine within one process (`build.separate_processes_reason`).
+    Roles fit into one process if each has one worker, on node 0 alone, and none has its own Python environment. `apart`
+    is the reason why weights cannot reach an engine within one process (`build.separate_processes_reason`).
     """
     from roll_core.config.executors import choose_executor
 
@@ -32,6 +32,7 @@ def executor_of(
     environments = bool(reasons)
     reasons += [f"{role} has {len(workers)} workers" for role, workers in places.items() if len(workers) != 1]
     reasons += [f"{role} is on node {workers[0].node}" for role, workers in places.items() if workers[0].node]
+    reasons += [f"{role} is on several nodes" for role, workers in places.items() if workers[0].followers]
     reasons += [apart] if apart else []
     return choose_executor(registry, config.executor, reasons[0] if reasons else "", environments=environments)
 
