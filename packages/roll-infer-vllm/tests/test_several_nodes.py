@@ -45,7 +45,7 @@ FOLLOWER = """
             try:
                 await follower.check()
             except EngineDiedError:
-                print("engine died", flush=True)
+                print("EngineDiedError", flush=True)
                 break
         await follower.stop()
 
@@ -114,7 +114,7 @@ def check_exit(live):
     follower = psutil.Process(live.follower.pid)
     (worker,) = [each for each in follower.children(recursive=True) if "VLLM::Worker" in " ".join(each.cmdline())]
     worker.kill()
-    assert "engine died\n" in live.follower.stdout
+    assert "EngineDiedError\n" in live.follower.stdout
     with pytest.raises(EngineDiedError):
         live.generate("after the exit", PROMPT)
 

@@ -124,7 +124,7 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
 @contextmanager
 def _opened(update: BucketUpdate) -> Iterator[BucketInfo]:
     """The bucket in memory that this process can open."""
-    fields = {each.name: getattr(update, each.name) for each in dataclasses.fields(BucketInfo)}
+    fields = {field.name: getattr(update, field.name) for field in dataclasses.fields(BucketInfo)}
     if not update.content:
         yield BucketInfo(**fields)
         return
