@@ -10,6 +10,7 @@ from roll_core.config import load
 from roll_core.errors import CheckpointMismatchError, ConfigError, DataError
 from roll_core.runtime.run.loop import execute
 from roll_testing.errors import raises_error
+from roll_tools.data_audit import sources
 
 
 @pytest.fixture
@@ -62,6 +63,13 @@ def test_resumed_run_continues_after_dropped_rows(local_runs, streaming):
 def test_rows_that_are_all_dropped_are_an_error(local_runs, streaming):
     with raises_error(DataError, "response_length"):
         local_runs.ok(streaming(response_length=1))
+
+
+def test_audit_reads_the_first_rows_only(local_runs, streaming):
+    config = load(streaming(), [], local_runs.registry).config
+    assert [(key, data.max_samples) for key, data in sources(config)] == [
+        ("sft_train.data_args", 1000), ("validation.data_args", None)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

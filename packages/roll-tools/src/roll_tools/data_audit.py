@@ -574,13 +574,20 @@ def write_audit(run: Run) -> None:
         log.warning("%s cannot be written: %s", run.dir / AUDIT, error)
 
 
+NUM_STREAMED = 1000
+"""Number of first rows that are audited if `streaming` leaves the rows of training on the disk."""
+
+
 def sources(config: RunConfig) -> Iterator[tuple[str, DataArguments]]:
     """Data with prompts, by key of the config. Rows of environments are tasks, which have no prompt."""
     if getattr(config, "multi_turn", False):
         return
     for role, worker in config.roles().items():
-        if worker.data_args.file_name:
-            yield f"{role}.data_args", worker.data_args
+        data = worker.data_args
+        if data.file_name and getattr(config, "streaming", False):  # all rows may not fit into memory
+            data = data.model_copy(update={"max_samples": min(data.max_samples or NUM_STREAMED, NUM_STREAMED)})
+        if data.file_name:
+            yield f"{role}.data_args", data
     validation = getattr(config, "validation", None)
     if validation is not None and validation.data_args.file_name:
         yield "validation.data_args", validation.data_args

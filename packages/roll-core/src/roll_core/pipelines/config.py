@@ -103,11 +103,12 @@ class SFTConfig(RewardRunConfig):
         if self.streaming and self.max_steps is None:
             message = "streaming does not know how many rows an epoch keeps: set max_steps"
             raise invalid(message, None, "max_steps")
-        if self.streaming and self.tokenizer is not None and self.tokenizer.kind != "byte":
+        made = self.tokenizer
+        if self.streaming and made is not None and (made.kind == "bpe" or (made.kind == "char" and not made.alphabet)):
             message = (
                 "is built from all rows, which streaming leaves on the disk: use byte, or the tokenizer of a model"
             )
-            raise invalid(message, self.tokenizer.kind, "tokenizer", "kind")
+            raise invalid(message, made.kind, "tokenizer", "kind")
         if self.actor_infer is not None and (not self.rewards or self.validation is None):
             raise ValueError("actor_infer is only used for evaluation: configure validation.data_args and rewards too")
         if self.rewards and self.actor_infer is None:
