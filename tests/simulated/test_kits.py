@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from shared_tests.simulated import REPOSITORY, run
+from shared_tests.simulated import REPOSITORY, npu_host, run
 
 KITS = REPOSITORY / "tools" / "gpu" / "kits.py"
 PYTEST = ("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider")
@@ -54,6 +54,13 @@ def test_a_whole_kit_passes(kit):
     assert num_passed(kit, ("not test_declared_parallelism_is_tested",)) >= 155
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_the_kit_of_fsdp2_passes_on_npus(tmp_path):
+    tests = ("logprobs_equal", "steps_of_adamw", "resumed_run_equals", "offload_frees", "outputs_in_lower_precision")
+    assert num_passed("TestFSDP2", tests, "npu", **npu_host(tmp_path)) >= 13
+
+
 @pytest.mark.slow(ci=True)
 def test_a_kit_finds_an_engine_that_keeps_memory_reserved():
     test = f"{KITS}::TestHFInferTorch", "-k", "test_sleeping_frees_memory"
@@ -62,9 +69,10 @@ def test_a_kit_finds_an_engine_that_keeps_memory_reserved():
     assert counts(str(found.value)) == {"failed": 1}
 
 
-def num_passed(kit: str, tests: tuple[str, ...] = ()) -> int:
+def num_passed(kit: str, tests: tuple[str, ...] = (), platform: str = "sim", **host: str) -> int:
     """Number of tests of the kit that passed; fails if one failed."""
-    output = run(*PYTEST, f"{KITS}::{kit}", "-k", " or ".join(tests), folder=REPOSITORY, ROLL_GPU_PLATFORM="sim")
+    select = " or ".join(tests)
+    output = run(*PYTEST, f"{KITS}::{kit}", "-k", select, folder=REPOSITORY, ROLL_GPU_PLATFORM=platform, **host)
     return counts(output)["passed"]
 
 
