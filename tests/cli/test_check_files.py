@@ -410,7 +410,9 @@ def test_unreadable_images_of_the_first_rows_are_found(here, image):
     Path("corrupt.png").write_bytes(b"\x89PNG no image")
     write("rows.jsonl", {"prompt": "1+1=", "ground_truth": "2", "pictures": [image]})
     text = GRPO.replace("file_name: rows.jsonl", "file_name: rows.jsonl, images: pictures")
-    assert [key for _, _, key in mistakes(text)] == ["actor_train.data_args.file_name"]
+    for keys in ("images: pictures", "images: pictures, allow_urls: true"):
+        found = mistakes(text.replace("images: pictures", keys))
+        assert [key for _, _, key in found] == ["actor_train.data_args.file_name"]
     assert not mistakes(text.replace("images: pictures", "images: pictures, broken_images: drop"))
 
 

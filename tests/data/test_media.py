@@ -93,9 +93,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(reply)
         else:
             self.send_response(200)
+        if isinstance(reply, bytes):
+            self.send_header("Content-Length", str(len(reply)))
         self.end_headers()
         if isinstance(reply, bytes):
-            self.wfile.write(reply)
+            self.wfile.write(reply[: self.server.sent])
         if reply is None:  # no byte, and no end
             self.server.is_over.wait()
 
@@ -108,7 +110,7 @@ def server(tmp_path, monkeypatch):
     """HTTP server with `replies` by path: bytes, a status, a place to go to, or None for silence."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.replies, server.paths, server.is_over = {}, [], threading.Event()
+        server.replies, server.paths, server.is_over, server.sent = {}, [], threading.Event(), None
         server.url = f"http://127.0.0.1:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
@@ -126,6 +128,14 @@ def test_urls_are_fetched_once_if_they_are_allowed(server, form):
     assert load(url, allow_urls=True) == media
     assert (media.digest, media.read()) == (media_digest(raw), raw)
     assert server.paths == ["/a.png?size=1", "/moved"]
+
+
+def test_a_download_that_ends_early_is_not_kept(server):
+    server.replies["/a.png"], server.sent = encoded(solid("RGB", RED)), 50
+    with raises_error(DataError, WHERE, "early"):
+        load(f"{server.url}/a.png", allow_urls=True)
+    server.sent = None
+    assert load(f"{server.url}/a.png", allow_urls=True).width == 3
 
 
 def test_long_urls_are_no_base64(server):

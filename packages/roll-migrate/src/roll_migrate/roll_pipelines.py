@@ -42,7 +42,7 @@ IMPORTABLE = {
 REWARD_FL_STRATEGY = "diffusion_deepspeed_train"
 WITHOUT_IMAGES = {
     "agentic": "environments whose observations are images are not converted: write env_config, see docs/agentic.md",
-    "on-policy distillation": "roll-core distils on-policy without images",
+    "on-policy distillation": "ROLL's reads none; roll-core's pipeline distill does, see docs/vision.md",
     "Reward-FL": "a flow model is trained without them",
 }
 """Pipelines whose configs with images are not imported, and why."""

@@ -63,5 +63,7 @@ def _fetch(url: str) -> bytes:
         else:
             if len(data) > MAX_BYTES:
                 raise DataError(f"{url:.200} has more than {MAX_BYTES >> 20} MiB")
+            if reply.length:  # `read` of a number of bytes does not report it
+                raise DataError(f"{url:.200} ended {reply.length} bytes early")
             return data
     raise DataError(f"{url:.200}: more than {MAX_REDIRECTS} redirects")
