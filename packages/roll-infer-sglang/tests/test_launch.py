@@ -6,11 +6,13 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from roll_core.errors import ModelError
 from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_infer_sglang.config import SglangConfig
+from roll_infer_sglang.hooks import add_bias
 from roll_infer_sglang.launch import SPARE_TOKENS, check_sizes, config_overrides, server_arguments
 from roll_modeling.engine_files import engine_files
 from roll_testing.errors import raises_error
@@ -50,6 +52,36 @@ def test_keys_that_transformers_does_not_need_are_implied():
     found = config_overrides(config, {"topk_method": "greedy"})
     assert found == {"moe_layer_freq": 1, "topk_method": "greedy"}  # the config's own and the user's win
     assert config_overrides(AutoConfig.for_model("llama"), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "released"),
+    [
+        ("glm4_moe_lite", {"first_k_dense_replace": 1}),
+        ("hy_v3", {"first_k_dense_replace": 1, "expert_hidden_dim": 1536, "qk_norm": True, "route_norm": True}),
+        ("minimax_m2", {"rotary_dim": 64, "use_routing_bias": True, "scoring_func": "sigmoid", "use_qk_norm": True}),
+        ("mimo_v2_flash", {"swa_num_key_value_heads": 8, "partial_rotary_factor": 0.334, "swa_rope_theta": 1e4}),
+        ("qwen3_next", {"full_attention_interval": 4}),
+    ],
+)
+def test_implied_keys_are_those_of_released_models(model_type, released):
+    keys = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}}
+    config = AutoConfig.for_model(model_type, **(keys if model_type == "minimax_m2" else {}))
+    assert config_overrides(config, {}).items() >= released.items()
+
+
+def test_layers_of_mimo_are_numbered_as_in_released_models():
+    found = config_overrides(AutoConfig.for_model("mimo_v2_flash"), {})
+    assert found["hybrid_layer_pattern"] == ([0] + [1] * 4 + [0]) + ([1] * 5 + [0]) * 7
+    assert found["moe_layer_freq"] == [0] + [1] * 47
+
+
+def test_the_bias_of_an_output_layer_is_added():
+    head, hidden_TH = torch.nn.Linear(8, 5), torch.randn(3, 8)
+    logits_TV = hidden_TH @ head.weight.T
+    torch.testing.assert_close(add_bias(logits_TV.clone(), None, hidden_TH, head), head(hidden_TH))
+    assert add_bias(logits_TV, None, hidden_TH, head, head.bias) is logits_TV  # SGLang adds this one
+    assert add_bias(logits_TV, None, hidden_TH, torch.nn.Linear(8, 5, bias=False)) is logits_TV
 
 
 def test_rotary_keys_of_images_keep_the_users_own():

@@ -15,6 +15,7 @@ from vllm_live import CACHE, start
 from vllm_mixtures import (
     BF16,
     MODELS,
+    OTHERS,
     PROMPT,
     InProcess,
     check_faults,
@@ -31,6 +32,7 @@ from roll_modeling.engine_experts import ExpertLayout, ExpertName
 from roll_modeling.engine_weights import ExpertsTensor
 from roll_modeling.lora import add_adapters
 from roll_modeling.model import load_model
+from roll_modeling.portable_state import router_buffers
 from roll_testing.errors import raises_error
 from roll_testing.infer.interrupting import until_interrupted
 from shared_tests.live_engine import request
@@ -80,6 +82,26 @@ FUSED = f"{LAYER}.experts.gate_up_proj"
 BIAS = f"{LAYER}.gate.e_score_correction_bias"
 
 
+WHILE_LOADING = {
+    "an expert dropped": lambda parts: [each for each in parts if each[0] != 3],
+    "two experts swapped": lambda parts: [({1: 2, 2: 1}.get(each[0], each[0]), *each[1:]) for each in parts],
+    "gate and up swapped": lambda parts: [(expert, None if part is None else 1 - part, m) for expert, part, m in parts],
+    "one bit flipped": lambda parts: [(*each[:2], flipped(each[2], each[0])) for each in parts],
+}
+"""What happens to the matrices of a layer's experts: expert, gate or up, and matrix."""
+
+
+def check_fault(engine, monkeypatch, fault, name):
+    """It shows in the digest of the tensor `name`, and the next update repairs it."""
+    split = ExpertLayout.split
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertLayout, "split", lambda *args: iter(WHILE_LOADING[fault](list(split(*args)))))
+        engine.move()
+        with raises_error(CorruptTensorError, name):
+            verify(*engine.publish())
+    verify(*engine.publish())
+
+
 class TestFaults:
     """A mixture with correction biases, a shared expert and a dense layer."""
 
@@ -97,24 +119,9 @@ class TestFaults:
         assert {FUSED, BIAS, f"{LAYER}.shared_experts.up_proj.weight"} <= set(receipt.digests)
         check_tokens(engine.trainer, *engine.generate())
 
-    @pytest.mark.parametrize(
-        ("fault", "name"),
-        [
-            (lambda parts: [each for each in parts if each[0] != 3], FUSED),
-            (lambda parts: [({2: 5, 5: 2}.get(each[0], each[0]), *each[1:]) for each in parts], FUSED),
-            (lambda parts: [(expert, None if part is None else 1 - part, each) for expert, part, each in parts], FUSED),
-            (lambda parts: [(*each[:2], flipped(each[2], each[0])) for each in parts], FUSED),
-        ],
-        ids=["an expert dropped", "two experts swapped", "gate and up swapped", "one bit flipped"],
-    )
-    def test_a_fault_while_loading_is_found(self, engine, monkeypatch, fault, name):
-        split = ExpertLayout.split
-        monkeypatch.setattr(ExpertLayout, "split", lambda *args: iter(fault(list(split(*args)))))
-        engine.move()
-        with raises_error(CorruptTensorError, name):
-            verify(*engine.publish())
-        monkeypatch.undo()
-        verify(*engine.publish())
+    @pytest.mark.parametrize("fault", WHILE_LOADING)
+    def test_a_fault_while_loading_is_found(self, engine, monkeypatch, fault):
+        check_fault(engine, monkeypatch, fault, FUSED)
 
     def test_a_tensor_of_one_expert_alone_is_published_too(self, engine):
         """As transformers' files and other trainers name them."""
@@ -167,6 +174,23 @@ class TestFaults:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_faults_of_further_architectures_are_found(kind, monkeypatch):
+    engine = InProcess(kind)
+    try:
+        verify(*engine.publish())
+        names = [name for name, _ in engine.trainer.named_parameters() if name.endswith("experts.gate_up_proj")]
+        for fault in WHILE_LOADING:
+            check_fault(engine, monkeypatch, fault, names[0])
+        tensors = [*engine.trainer.named_parameters(), *router_buffers(engine.trainer)]
+        for bias in [name for name, _ in tensors if name.endswith(("correction_bias", "expert_bias"))]:
+            with pytest.raises(MissingTensorError):
+                engine.publish([each for each in tensors if each[0] != bias])
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
 def test_packed_convolutions_are_read_back():
     """In bf16 vLLM packs the convolutions of linear attention for some processors, and computes with a copy as well."""
     engine = InProcess("qwen3_next")
@@ -192,7 +216,7 @@ def test_packed_convolutions_are_read_back():
 def flipped(tensor, expert):
     """The tensor with another lowest bit in one element, of one expert."""
     changed = tensor.clone()
-    if expert == 7:
+    if expert == 3:
         changed.view(torch.int32)[5, 9] ^= 1
     return changed
 
@@ -329,6 +353,20 @@ PLACEMENTS = {
 }
 """An architecture and its expert maps by `expert_placement_strategy`. vLLM uses `round_robin` only with groups of
 experts."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_faults_of_a_rank_are_found_in_further_architectures(monkeypatch, kind):
+    on_ranks = remote_functions(monkeypatch)
+    live = start(mixture(kind), EXPERT_PARALLEL)
+    try:
+        live.step()
+        verify(*live.publish())
+        check_live(live)
+        check_faults(live, on_ranks)
+    finally:
+        live.close()
 
 
 @pytest.mark.parametrize("placement", ["linear", pytest.param("round_robin", marks=pytest.mark.slow)])

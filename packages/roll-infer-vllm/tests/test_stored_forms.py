@@ -94,3 +94,22 @@ def test_vllm_still_loses_constants_of_xielu_in_an_update():
     meta.materialize_layer(activation, SimpleNamespace(restore_device=torch.device("cpu")))
     restore_activation_constants(torch.nn.ModuleList([activation]))
     assert (float(activation.beta), float(activation.eps)) == kept
+
+
+def test_vllm_still_rotates_other_heads_on_a_cpu():
+    """When this fails, `workarounds.rotate_every_head` is no longer needed."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from roll_infer_vllm.workarounds import rotate_every_head
+
+    rotate_every_head()
+    with set_current_vllm_config(VllmConfig()):
+        rotary = RotaryEmbedding(32, 32, 16, 10000.0, is_neox_style=True, dtype=torch.float32)
+    positions, heads = torch.arange(5) + 3, (torch.randn(5, 4, 32), torch.randn(5, 2, 32))
+    expected = rotary.forward_native(positions, *heads)
+    torch.testing.assert_close(rotary.forward_cpu(positions, *map(torch.clone, heads)), expected)
+    flat = [each.flatten(1) for each in heads]
+    torch.testing.assert_close(rotary.forward_cpu(positions, *flat), tuple(each.flatten(1) for each in expected))
+    upstream, _ = RotaryEmbedding.forward_cpu.__wrapped__(rotary, positions, *map(torch.clone, heads))
+    assert not torch.allclose(upstream, expected[0])

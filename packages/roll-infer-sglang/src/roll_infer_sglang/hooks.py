@@ -5,6 +5,7 @@
 * OpenAI-compatible routes use the base model if a request names no adapter (`model:adapter`). With `name_adapter` they
   use the adapter, and the base model has its own name.
 * Images are processed by `images.RunProcessor`.
+* SGLang ignores the bias of an output layer (Phi, GPT-J). `add_bias` adds it.
 * SGLang rounds parameters of Apertus' activation to bf16. `store_in_dtype_of_model` stores them in the model's dtype.
 * SGLang's memory saver supports only CUDA. On a CPU its `release_memory_occupation` clears the KV cache but keeps the
   memory, which `release_cache` returns.
@@ -41,6 +42,8 @@ MAKE_PROCESSOR = "sglang.srt.managers.multimodal_processor.get_mm_processor"
 """SGLang function that `make_processor` replaces, in all processes."""
 BEFORE_ACTIVATION = "sglang.srt.layers.activation.XIELU.__init__"
 """SGLang method before which `store_in_dtype_of_model` runs, in the processes that have the model."""
+AFTER_LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+"""SGLang method after which `add_bias` runs, in the processes that have the model."""
 AFTER_SETTINGS = "sglang.srt.entrypoints.engine._set_envs_and_config"
 """SGLang function after which `fork_processes` runs, in the server process, on a CPU."""
 BEFORE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
@@ -96,6 +99,12 @@ def store_in_dtype_of_model(*arguments: Any, **options: Any) -> tuple[Any, Any]:
     import torch
 
     return arguments, {"dtype": torch.get_default_dtype()} | options
+
+
+def add_bias(logits: Any, processor: Any, hidden: Any, head: Any, bias: Any = None, **options: Any) -> Any:
+    """The logits of this rank's tokens, with the bias of the output layer `head`. `bias` is one that SGLang adds."""
+    ignored = getattr(head, "bias", None)
+    return logits if ignored is None or bias is not None else logits.add_(ignored)
 
 
 def release_cache(result: Any, manager: Any, request: Any) -> None:

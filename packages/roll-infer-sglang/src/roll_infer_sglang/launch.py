@@ -19,7 +19,7 @@ from roll_infer_sglang.registration import SAMPLING_BACKEND
 from roll_infer_sglang.sampling import MEDIA_TOKENS
 from roll_infer_sglang.server import ServerError, SglangServer
 from roll_modeling.engine_config import ONE_SLOT
-from roll_modeling.engine_files import EngineFiles, engine_files, interleaved_rope
+from roll_modeling.engine_files import EngineFiles, engine_files, interleaved_rope, released_keys
 from roll_modeling.model_table import has_experts
 from roll_modeling.routing import RoutingLayout
 
@@ -33,22 +33,17 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SPARE_TOKENS = 8
 """Maximum number of tokens of its context length that SGLang reserves."""
+POSITIONS = 2048
+"""SGLang's maximum sequence length, in tokens, of a model whose config has none."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 UNITS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 UNITS_OF_A_SLOT = 32
 """On a CPU SGLang pads each slot's shard of intermediate units to a multiple of this number."""
 EXPERTS = {"moe_runner_backend": PLAIN_BACKEND, "disable_shared_experts_fusion": True}
 """Arguments of mixtures of experts, with which weights are stored in the form in which they are sent."""
-ONE_TOKEN_MORE = ("cohere2", "cohere2_moe", "cwm", "ministral")
+ONE_TOKEN_MORE = ("cohere2", "cohere2_moe", "cwm", "ministral", "vaultgemma")
 """Types whose layers with a sliding window attend to one token more than in transformers: SGLang's attention does not
 count the token itself, which its Cohere 2 and its Transformers backend do not consider."""
-IMPLIED: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
-    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
-}
-"""Config keys, by type, that SGLang reads and transformers does not need, so that a model of `random_init` lacks them.
-They have the values of released models, with which transformers always computes."""
 PRIORITIES = {"schedule_low_priority_values_first": True, "disable_priority_preemption": True}
 
 
@@ -128,11 +123,12 @@ def server_arguments(
 ) -> dict[str, Any]:
     """Server arguments: the user's `strategy_config` and those that ROLL sets. Raises `ModelError`."""
     device, _, index = mesh.device.partition(":")
-    limit = settings.context_length or files.max_positions
-    if limit > files.max_positions:
+    longest = files.max_positions or POSITIONS
+    limit = settings.context_length or longest
+    if limit > longest:
         raise ModelError(
             f"{mesh.role} rank {mesh.rank}: strategy_config.context_length is {limit}; the model's maximum is"
-            f" {files.max_positions}: remove it, or set max_position_embeddings in model_config_kwargs"
+            f" {longest}: remove it, or set max_position_embeddings in model_config_kwargs"
         )
     if model.lora is not None and num_slots > 1:
         raise ModelError(f"{mesh.role} rank {mesh.rank}: enable_lora: {ONE_SLOT}")
@@ -177,12 +173,13 @@ def _image_arguments(files: EngineFiles) -> dict[str, Any]:
 
 def config_overrides(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides of the stored config: those of the user, and keys with which SGLang computes as transformers does."""
-    implied = IMPLIED.get(config.model_type, {})
-    merged = {key: value for key, value in implied.items() if not hasattr(config, key)} | dict(overrides)
+    merged = released_keys(config) | dict(overrides)
     if config.model_type in ONE_TOKEN_MORE and (window := getattr(config, "sliding_window", None)):
         merged["sliding_window"] = window - 1
     elif config.model_type == "olmo3":  # SGLang's class of the config has rotary keys of one type of layers
         merged["rope_parameters"] = config.rope_parameters["full_attention"]
+    elif config.model_type == "hrm_text":  # a prompt attends ahead in transformers only with token types
+        merged["prefix_lm"] = False
     elif rope := interleaved_rope(config):
         merged["text_config"] = {**merged.get("text_config", {}), **rope}
         merged["rope_scaling"] = rope["rope_parameters"]  # SGLang reads it from the whole model's config

@@ -63,8 +63,9 @@ RENAMED = (
     (".gate.moe_statics.", ".gate."),
     (".block_sparse_moe.router.", ".block_sparse_moe.gate."),
     (".attn.qkv.", ".attn.qkv_proj."),
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),
 )
-"""Parts of names in transformers, and what SGLang's models (Mixtral, Ernie, Granite, Qwen with images) have instead."""
+"""Parts of names in transformers, and what SGLang's models (Mixtral, Ernie, Granite, Qwen with images, Hy3) have."""
 KV_B = ".kv_b_proj.weight"
 """End of the name of the weight from which SGLang derives `w_kc` and `w_vc`."""
 ROUTER_BUFFER = "e_score_correction_bias"
@@ -103,9 +104,11 @@ class SglangTensor(LoadedTensor):
 
     @property
     def copied(self) -> bool:
-        """True if SGLang's loader skips the tensor, as a buffer, or needs all tensors of a fused matrix in one call."""
-        is_buffer = not isinstance(getattr(self.module, self.parameter), torch.nn.Parameter)
-        return is_buffer or (isinstance(self.module, ReplicatedLinear) and self.index is not None)
+        """True if SGLang's loader skips the tensor, or needs all tensors of a fused matrix in one call.
+
+        Loaders skip buffers, and of a parameter with two names (correction biases of Hy3) that of transformers.
+        """
+        return self.parameter == ROUTER_BUFFER or (isinstance(self.module, ReplicatedLinear) and self.index is not None)
 
     @property
     def _replicas(self) -> int:
@@ -138,6 +141,7 @@ class SglangModel(LoadedModel):
         self._model = model
         self.device, self.rank = str(next(model.parameters()).device), int(get_parallel().tp_rank)
         self.dtype = next(model.parameters()).dtype
+        self._model_type = str(getattr(getattr(model, "config", None), "model_type", ""))  # GPT-J has no config
 
     @override
     def locate(self, name: str) -> LoadedTensor:
@@ -159,12 +163,13 @@ class SglangModel(LoadedModel):
         if not isinstance(getattr(module, parameter, None), kind):
             raise KeyError(name)
         loaded = self._unfused(parent, module, parameter)
-        return TransposedTensor.located(name, self._model.config.model_type, loaded)
+        return TransposedTensor.located(name, self._model_type, loaded)
 
     @override
     def located(self) -> Iterator[tuple[str, LoadedTensor]]:
         modules = dict(self._model.named_modules())
-        for name, _ in self._model.named_parameters():
+        buffers = (pair for pair in self._model.named_buffers() if pair[0].endswith(ROUTER_BUFFER))
+        for name, _ in (*self._model.named_parameters(), *buffers):
             path, _, parameter = name.rpartition(".")
             parent, _, last = path.rpartition(".")
             module = modules[path]
@@ -221,7 +226,7 @@ class SglangModel(LoadedModel):
         parameter = expert.stored.replace("_bias", "_weight_bias")
         if not _computes_as_loaded(module) or not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
             raise KeyError(name)
-        of_gpt_oss = self._model.config.model_type == "gpt_oss"
+        of_gpt_oss = self._model_type == "gpt_oss"
         layout = ExpertLayout(
             num_experts=module.num_experts,
             hidden=module.hidden_size,
@@ -248,6 +253,9 @@ class SglangModel(LoadedModel):
 
     def _renamed(self, path: str) -> str:
         """SGLang's path of a module or parameter of transformers."""
+        mapper = getattr(self._model, "weight_mapper", None)  # of SGLang's Transformers backend
+        if mapper is not None:
+            (path,) = mapper.apply_list([path])
         for name, other in RENAMED:
             if name in path and self._find(path.partition(name)[0] + name.rstrip(".")) is None:
                 path = path.replace(name, other)

@@ -26,6 +26,7 @@ def register() -> None:
 
     for name in filter(None, (SAMPLING_BACKEND, os.environ.get(FORCED_BACKEND))):
         register_sampler_backend(name, _sampler)
+    HookRegistry.register(hooks.AFTER_LOGITS, hooks.add_bias, HookType.AFTER)
     HookRegistry.register(hooks.BEFORE_ACTIVATION, hooks.store_in_dtype_of_model, HookType.BEFORE)
     if os.environ.get(ON_CPU):
         HookRegistry.register(hooks.AFTER_RELEASE, hooks.release_cache, HookType.AFTER)

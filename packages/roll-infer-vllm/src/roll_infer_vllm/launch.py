@@ -17,7 +17,7 @@ from roll_infer_vllm.processes import adapter_arguments
 from roll_infer_vllm.registration import TRANSFER
 from roll_infer_vllm.watchdog import PARENT
 from roll_modeling.engine_config import check_arguments
-from roll_modeling.engine_files import engine_files, interleaved_rope
+from roll_modeling.engine_files import engine_files, interleaved_rope, released_keys
 from roll_modeling.routing import RoutingLayout
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def _arguments(
     derived: dict[str, Any] = {
         **_file_arguments(files),
         **(adapter_arguments(model.lora) if model.lora is not None else {}),
-        "hf_overrides": implied_keys(files.config),
+        "hf_overrides": config_overrides(files.config),
         "dtype": DTYPES[model.dtype],
         "seed": mesh.sampling_seed % 2**31,  # for requests without a seed; differs between starts and replicas
         "trust_remote_code": model.trust_remote_code,
@@ -259,27 +259,13 @@ def _arguments(
         raise ModelError(f"{who}: vLLM rejects strategy_config: {error}") from error
 
 
-def implied_keys(config: Any) -> dict[str, Any]:
-    """Config keys that vLLM reads and transformers does not need, so that a model of `random_init` lacks them.
-
-    Without them vLLM routes without the correction bias, or gives frequencies to other axes of image positions than
-    transformers always does, or does not start.
-    """
-    implied: dict[str, Any] = {}
-    if config.model_type == "deepseek_v3":
-        implied = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    elif config.model_type == "minimax_m2":
-        rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-        implied = {"use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": int(config.head_dim * rotated)}
-    elif config.model_type == "glm4_moe_lite" and "sparse" in config.mlp_layer_types:
-        implied = {"first_k_dense_replace": config.mlp_layer_types.index("sparse")}
-    elif config.model_type == "lfm2":
-        implied = dict.fromkeys(("conv_dim", "block_dim"), config.hidden_size)
-    elif config.model_type in ("cohere2", "cohere2_moe") and config.sliding_window:
+def config_overrides(config: Any) -> dict[str, Any]:
+    """Config keys with which vLLM computes as transformers does."""
+    if config.model_type in ("cohere2", "cohere2_moe") and config.sliding_window:
         return {"sliding_window": config.sliding_window - 1}  # vLLM adds 1, and transformers does not
-    elif rope := interleaved_rope(config):
+    if rope := interleaved_rope(config):
         return {"text_config": rope}
-    return {key: value for key, value in implied.items() if not hasattr(config, key)}
+    return released_keys(config)
 
 
 def _file_arguments(files: EngineFiles) -> dict[str, Any]:

@@ -71,15 +71,22 @@ GROUPED = ("bloom", "falcon")
 all queries, then all keys."""
 UNPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
 """Attribute of a convolution that vLLM packed for the processor: a copy of its weight, `[R, W]`."""
-SPARSE_BLOCK = ".block_sparse_moe."
-"""What vLLM and checkpoints of Mixtral and MiniMax-M2 name the module that transformers names `mlp`."""
-SPARSE_ROUTER = ".block_sparse_moe.router."
-"""Router of Granite's mixtures in transformers; in vLLM it is `gate`."""
-BLOCK_BIAS = ".mlp.e_score_correction_bias"
-"""Correction bias of EXAONE's mixtures in vLLM; in transformers it is a parameter of `gate`."""
 MOE_STATICS = ".gate.moe_statics."
 """Module in which transformers has the correction bias of ERNIE 4.5, `[1, E]` there; in vLLM it is the gate."""
-SHARDED = frozenset({"sinks", "A_log", "dt_bias", "A", "D"})
+RENAMED = (
+    (".mlp.", ".block_sparse_moe."),  # Mixtral, MiniMax-M2
+    (".block_sparse_moe.router.", ".block_sparse_moe.gate."),  # Granite
+    (MOE_STATICS, ".gate."),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # EXAONE
+    (".mlp.e_score_correction_bias", ".mlp.expert_bias"),  # Hy3
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),  # Hy3
+    (".feed_forward.expert_bias", ".feed_forward.gate.e_score_correction_bias"),  # LFM2
+    (".self_attn.sinks", ".self_attn.attention_sink_bias"),  # MiMo-V2-Flash
+)
+"""Parts of names in transformers, and what vLLM has instead if it has a parameter with the second in its name."""
+ROUTER_BUFFER = "e_score_correction_bias"
+"""Buffer of routers in transformers, which vLLM's Transformers backend computes with."""
+SHARDED = frozenset({"sinks", "attention_sink_bias", "A_log", "dt_bias", "A", "D"})
 """Parameters per attention head that layers other than linear ones shard by rows."""
 ADAPTER_SLOT = 0
 """Slot of the adapter in vLLM's stacked buffers; the engine has only one (`max_loras` is 1)."""
@@ -134,8 +141,8 @@ class VllmModel(LoadedModel):
         ]
         self._heads: dict[int, Any] = {id(head.weight): head for head in heads}
         """Packed output layers, by the id of the weight that they were packed from."""
-        self._has_sparse_blocks = any(SPARSE_BLOCK in name for name, _ in model.named_modules())
-        self._has_block_biases = any(name.endswith(BLOCK_BIAS) for name, _ in model.named_parameters())
+        parameters = [name for name, _ in model.named_parameters()]
+        self._renamed = [pair for pair in RENAMED if any(pair[1] in name for name in parameters)]
         self._encoders = [f"{path}." for path, module in model.named_modules() if type(module).__name__ in ENCODERS]
         self._latent = {id(layer.kv_b_proj): layer for layer in model.modules() if isinstance(layer, MLAAttention)}
         """Layers of latent attention, by the id of their `kv_b_proj`."""
@@ -159,7 +166,8 @@ class VllmModel(LoadedModel):
         if isinstance(module, PPMissingLayer):  # another pipeline stage has it
             return None
         parameter = self._rename(name).rpartition(".")[2]
-        if not isinstance(getattr(module, parameter, None), torch.nn.Parameter):
+        kind = torch.Tensor if parameter == ROUTER_BUFFER else torch.nn.Parameter
+        if not isinstance(getattr(module, parameter, None), kind):
             raise KeyError(name)
         loaded = self._tensor(path, parameter, index)
         if MOE_STATICS in name and isinstance(loaded, VllmTensor):
@@ -170,7 +178,8 @@ class VllmModel(LoadedModel):
     def located(self) -> Iterator[tuple[str, LoadedTensor]]:
         packed = self._packed
         modules = dict(self._model.named_modules())
-        for name, _ in self._model.named_parameters():
+        buffers = (pair for pair in self._model.named_buffers() if pair[0].endswith(ROUTER_BUFFER))
+        for name, _ in (*self._model.named_parameters(), *buffers):
             path, _, parameter = name.rpartition(".")
             prefix, _, last = path.rpartition(".")
             if isinstance(modules[path], RoutedExperts):
@@ -314,11 +323,9 @@ class VllmModel(LoadedModel):
 
     def sent_name(self, name: str) -> str:
         """The name that the model's loader knows for a tensor of transformers' module."""
-        if self._has_sparse_blocks:
-            name = name.replace(".mlp.", SPARSE_BLOCK)
-        if self._has_block_biases:
-            name = name.replace(".mlp.gate.e_score_correction_bias", BLOCK_BIAS)
-        return name.replace(SPARSE_ROUTER, ".block_sparse_moe.gate.").replace(MOE_STATICS, ".gate.")
+        for part, other in self._renamed:
+            name = name.replace(part, other)
+        return name
 
     def _rename(self, name: str) -> str:
         """vLLM's name for a Hugging Face name, by the model's mapping if it has one. Raises `KeyError` if dropped."""

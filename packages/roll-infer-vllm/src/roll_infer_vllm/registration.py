@@ -10,7 +10,7 @@ TRANSFER = "roll"
 
 def register() -> None:
     """Register the weight transfer engine and the quantization method, and end the process when the worker exits. On a
-    CPU also mend vLLM's mixtures of experts.
+    CPU also mend vLLM's mixtures of experts and rotary embeddings.
 
     The weight transfer module is imported only when an engine uses it. Idempotent.
     """
@@ -34,5 +34,6 @@ def register() -> None:
     workarounds.store_activations_in_dtype_of_model()
     if current_platform.is_cpu():
         workarounds.route_with_correction_biases()
+        workarounds.rotate_every_head()
         workarounds.skip_experts_of_other_ranks()
         workarounds.exchange_uneven_parts()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Parameter
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -17,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
 from roll_infer_vllm import experts
-from roll_infer_vllm.loaded_model import VllmModel, remember_decay, remember_unreadable
+from roll_infer_vllm.loaded_model import ROUTER_BUFFER, VllmModel, remember_decay, remember_unreadable
 from roll_infer_vllm.workarounds import (
     load_sinks,
     name_partial_loaders,
@@ -26,7 +27,7 @@ from roll_infer_vllm.workarounds import (
     restore_activation_constants,
 )
 from roll_modeling.engine_experts import ExpertName
-from roll_modeling.engine_weights import ExpertsTensor
+from roll_modeling.engine_weights import ExpertsTensor, LoadedTensor
 from roll_weight_transports.buckets import BucketInfo, read_bucket
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
             if name.endswith(".sinks"):
                 load_sinks(loaded.locate(name), tensor.to(self.device))
                 continue
+            if name.endswith(ROUTER_BUFFER) and isinstance(target := loaded.locate(name), LoadedTensor):
+                stored = getattr(target.module, target.parameter)
+                if not isinstance(stored, Parameter):  # the loaders of models of transformers skip buffers
+                    stored.copy_(tensor)
+                    continue
             if self.device.type == "cpu":
                 remember_unreadable(self.model, name, tensor)
             remember_decay(self.model, name, tensor)

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.v1.sample.sampler import Sampler
@@ -288,6 +289,25 @@ def skip_experts_of_other_ranks() -> None:
             output.masked_fill_(others, 0)
 
     CPUUnquantizedExperts.apply = apply_own
+
+
+def rotate_every_head() -> None:
+    """Make vLLM's rotary embedding for a CPU rotate every head of queries and keys `[T, N, D]`. Idempotent.
+
+    The kernel of vLLM 0.32 takes each head for a token, and rotates as many as there are tokens (LFM2).
+    """
+    rotate = RotaryEmbedding.forward_cpu
+    if hasattr(rotate, "__wrapped__"):
+        return
+
+    @wraps(rotate)
+    def rotate_flat(module: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        if query.ndim != 3:
+            return rotate(module, positions, query, key)
+        query_TH, key_TH = rotate(module, positions, query.flatten(1), None if key is None else key.flatten(1))
+        return query_TH.view_as(query), None if key is None else key_TH.view_as(key)
+
+    RotaryEmbedding.forward_cpu = rotate_flat
 
 
 def exchange_uneven_parts() -> None:
