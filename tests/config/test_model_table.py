@@ -194,9 +194,10 @@ def test_the_lora_column_is_read_if_adapters_are_trained(here, monkeypatch, made
     assert found(text, "~actor_train.model_args.lora_target") == []
 
 
-def test_warnings_about_models_are_at_the_key_that_names_them(here):
-    """The indexer of DeepSeek V3.2 gets no gradient."""
-    Path("run.yaml").write_text(RANDOM.replace("TYPE", "deepseek_v32").replace("STRATEGY", "hf_train"))
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_warnings_about_models_are_at_the_key_that_names_them(here, model_type):
+    """The indexers of sparse attention get no gradient."""
+    Path("run.yaml").write_text(RANDOM.replace("TYPE", model_type).replace("STRATEGY", "hf_train"))
     (warning,) = (
         each for each in load("run.yaml", (), load_registry(), needs=True).warnings if "indexer" in each.message
     )

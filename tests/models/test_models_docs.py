@@ -36,7 +36,7 @@ class Notes:
 
     def number(self, reason, model_type=""):
         text = CLASS_NAME.sub("the model", reason).replace("<", "&lt;")
-        text = re.sub(r" \(\d+ such tensors\)", "", text)
+        text = re.sub(r" \(\d+ such( tensors)?\)", "", text)
         text = re.sub(r"differs by \S+ from transformers, and", "differs from transformers by more than", text)
         text = re.sub(r"more than rounding explains at most (\S+)", r"more than rounding explains (\1)", text)
         if model_type:

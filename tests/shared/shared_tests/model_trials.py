@@ -7,6 +7,7 @@ transformers, on the same stored weights, one sequence at a time and with eager 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import types
@@ -68,9 +69,11 @@ SFT = LOSSES["sft"]
 ONE_STEP = replace(TRAINING, weight_decay=0.0)
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=8.0)
 OUTPUTS = WantedOutputs(logprobs=True, entropy=True)
+NOT_IMPLEMENTED = re.compile(r"(?P<architecture>\w+) has no SGlang implementation")
+"""In SGLang's message if it has no such model, or cannot import its module."""
 DEVICE_INDEPENDENT = re.compile(
-    "not supported for now|was supported in|does not dispatch through|has no model type"
-    "|in the manifest|has no place for or cannot read"
+    "not supported for now|was supported in|does not dispatch through|has no model type|has no SGlang implementation"
+    "|in the manifest|has no place for or cannot read|not found in the forward method"
 )
 """Reasons for which an engine runs a type on no device: it does not have the architecture, or its weights have other
 names or shapes than those that are sent."""
@@ -91,17 +94,17 @@ def write_tiny(
 ) -> ModelSpec:
     """Write a tiny model of this type, of random weights, and return its spec.
 
-    `replaced` replaces config keys, and so does `latent` if the type has latent attention. With `images`, a model with
-    images has a tokenizer and a processor beside it.
+    `replaced` replaces config keys, and before it `latent` if the type has latent attention. With `images`, a model
+    with images has a tokenizer and a processor beside it.
     """
     if images and model_type in MODEL_TYPES:
         return ModelSpec(path=str(tiny_vision(folder, model_type, num_heads=2)))
     if model_type in MULTIMODAL:
         return write_multimodal(folder, model_type)
-    keys = tiny_config(model_type) | dict(replaced)
+    keys = tiny_config(model_type)
     if "kv_lora_rank" in keys:
         keys |= latent
-    return write_checkpoint(folder, keys, task="causal_lm", vocab_size=VOCABULARY)
+    return write_checkpoint(folder, keys | dict(replaced), task="causal_lm", vocab_size=VOCABULARY)
 
 
 class StoredModel(TransformersModel):
@@ -262,7 +265,8 @@ def _update_error(
 ) -> float:
     receipt = engine.publish(weights)
     expected = {name: digest(each) for name, each in weights.items()}
-    assert dict(receipt.digests) == expected, "the engine's receipt has other digests than those of the sent weights"
+    wrong = sorted(name for name in expected if receipt.digests.get(name) != expected[name])
+    assert not wrong, f"the engine's receipt has another digest than that of the sent {wrong[0]} ({len(wrong)} such)"
     oracle.take(weights)
     for name, buffer in router_buffers(oracle.model.module):
         buffer.copy_(weights[name])
@@ -427,8 +431,11 @@ def reason(error: BaseException | str) -> str:
     """The message of an error, or the last line of its traceback; with its class if it is not of this project."""
     if isinstance(error, BaseException):
         if (isinstance(error, EngineDiedError) or LOGGED.search(str(error))) and (printed := _last_printed()):
-            return _shortened(printed)
-        error = str(error) if isinstance(error, (RollError, AssertionError)) else one_line(error)
+            error = printed
+        else:
+            error = str(error) if isinstance(error, (RollError, AssertionError)) else one_line(error)
+    if (match := NOT_IMPLEMENTED.search(error)) and (failure := _import_failure(match["architecture"])):
+        return _shortened(failure)
     # Both engines list their architectures in this message.
     return _shortened(re.sub(r"(not supported for now)\..*", r"\1", NOISE.sub("", " ".join(error.split()))))
 
@@ -443,6 +450,17 @@ def _last_printed() -> str:
     output = Path("/proc/self/fd/1")
     text = output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
     return last_exception(text)
+
+
+def _import_failure(architecture: str) -> str:
+    """Why SGLang cannot import its module of this class; empty if it has none, or can."""
+    for file in Path(importlib.import_module("sglang.srt.models").__path__[0]).glob("*.py"):
+        if re.search(rf"^class {architecture}\b", file.read_text(encoding="utf-8"), re.MULTILINE):
+            try:
+                importlib.import_module(f"sglang.srt.models.{file.stem}")
+            except Exception as error:  # SGLang ignores any
+                return f"SGLang cannot import {file.name}: {one_line(error).partition(' (/')[0]}"
+    return ""
 
 
 def last_exception(text: str) -> str:

@@ -112,6 +112,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "rwkv": {"num_attention_heads": HEADS},  # SGLang reads it before it rejects the type
+    "xlstm": {"num_attention_heads": HEADS},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
 }
