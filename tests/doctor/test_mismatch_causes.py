@@ -3,6 +3,8 @@
 Patches stand in for faults of an engine's code; the doctor has no switch for them.
 """
 
+import asyncio
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +21,7 @@ from PIL import Image
 from roll_core.cli.main import main
 from roll_core.data.media import image_media
 from roll_core.plugins.registry import load_registry
-from roll_core.spec.fp8 import is_layers_weight, quantise_rows
-from roll_core.spec.model import LoraSpec
+from roll_core.spec.fp8 import is_layers_weight, quantise_blocks, quantise_rows
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_core.types import SamplingParams
 from roll_infer_hf import decoder
@@ -41,6 +42,7 @@ from roll_testing.runs import REWARDS, Runs
 from roll_tools.mismatch_experiments import Pair
 from roll_tools.mismatch_reference import ScoredTokens
 from roll_tools.mismatch_sides import Part, Trainer
+from shared_tests.mismatched_engine import LORA, train_adapters
 
 VOCABULARY = 64
 GEMMA = {"final_logit_softcapping": 6.0, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}
@@ -52,7 +54,6 @@ SHAPES = {
     "gemma2": {"model_type": "gemma2", "sliding_window": 64, **GEMMA},
     "mixture": {"model_type": "qwen3_moe", **MIXTURE},
 }
-LORA = LoraSpec(targets=("q_proj", "down_proj"), rank=4, alpha=8.0)
 
 
 @pytest.fixture(scope="session")
@@ -309,6 +310,16 @@ def donated(original, self, index, chunks, bounds, qk, value):
     return found
 
 
+def moved_prefix(original, self, index, chunks, bounds, qk, value):
+    """Keys taken from another prompt are those of the token before."""
+    found = original(self, index, chunks, bounds, qk, value)
+    for chunk in chunks:
+        if chunk.prompt.donor is not None and chunk.begin == chunk.prompt.donated:
+            keys = chunk.prompt.cache.keys[index][chunk.prompt.slot, :, : chunk.begin]
+            keys.copy_(keys.roll(1, 1))
+    return found
+
+
 def in_batches(original, self, tokens):
     logits = original(self, tokens)
     return logits * 1.3 if len(tokens) > 2 else logits
@@ -459,28 +470,29 @@ def third_gate(original, hidden):
     return logits, values / values.sum(-1, keepdim=True), best.indices.gather(1, chosen)
 
 
-def fp8_rows(loaded):
-    for name, weight in loaded.items():
-        if weight.ndim == 2 and is_layers_weight(name):
-            values, scale = quantise_rows(weight.data)
-            weight.data = values.float() * scale
+def fp8_rows(weight):
+    values, scale = quantise_rows(weight)
+    return values.float() * scale
 
 
-def with_adapters(patch):
-    """The trainer's adapters are not zero."""
+def fp8_blocks(weight):
+    """The matrices of these models have one block each."""
+    values, scale = quantise_blocks(weight)
+    assert scale.numel() == 1
+    return values.float() * scale
 
-    def built(original, self, *args, **named):
-        original(self, *args, **named)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if ".lora_B." in name:
-                    parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
 
-    around(HFTrainStrategy, "build", built)(patch)
+def layers(change):
+    def changed(loaded):
+        for name, weight in loaded.items():
+            if weight.ndim == 2 and is_layers_weight(name):
+                weight.data = change(weight.data)
+
+    return after_update(changed)
 
 
 def doubled_adapter(patch):
-    with_adapters(patch)
+    train_adapters(patch)
 
     def merged(original, self, adapter):
         original(self, {name: tensor * 2 if ".lora_B" in name else tensor for name, tensor in adapter.items()})
@@ -490,7 +502,7 @@ def doubled_adapter(patch):
 
 def unmerged(patch):
     """The trainer exports the base model's weights."""
-    with_adapters(patch)
+    train_adapters(patch)
 
     def exported(original, self):
         with torch.no_grad():
@@ -530,6 +542,71 @@ def text_positions(patch):
 
     around(ImageReader, "_positions", counted)(patch)
     around(ModuleRunner, "prefill", prefilled)(patch)
+
+
+def other_head(original, self):
+    """The trainer exports another head than it computes with."""
+    return ((name, tensor * (0.9 if name.startswith("lm_head") else 1)) for name, tensor in original(self))
+
+
+def stale_norms(original, self, manifest, incoming, *, shared):
+    updated, self.planted = getattr(self, "planted", False), True
+    old = {name: tensor.data.clone() for name, tensor in self._loaded.items() if tensor.ndim == 1 and updated}
+    digests = original(self, manifest, incoming, shared=shared)
+    for name, tensor in old.items():
+        self._loaded[name].data.copy_(tensor)
+    return digests
+
+
+def dropout(original, self, micro, want, host=None):
+    hooks = [
+        module.register_forward_hook(lambda _, args, output: F.dropout(output, 0.1))
+        for name, module in self.model.named_modules()
+        if name.endswith("mlp")
+    ]
+    try:
+        return original(self, micro, want, host)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def scaled_outputs(part, end):
+    """The engine computes something else in a part of the model."""
+
+    def started(original, self, model, **named):
+        for name, module in model.named_modules():
+            if part in name and name.endswith(end):
+                module.register_forward_hook(lambda _, args, output: output * 1.5)
+        original(self, model, **named)
+
+    return around(ModuleRunner, "__init__", started)
+
+
+def lighter(media):
+    pictures = (Image.open(io.BytesIO(image.data)).convert("RGB") for image in media)
+    return tuple(image_media(picture.point(lambda value: 60 + value // 2)) for picture in pictures)
+
+
+def hidden_top_p(patch):
+    """The engine samples with a top-p that the config does not have."""
+    before_generate(lambda request: replace(request, params=replace(request.params, top_p=0.8)))(patch)
+    sampled_logprobs(nucleus, needs_shaped=True)(patch)
+
+
+def first_logprobs(patch):
+    """The logprob of the first sampled token is too small."""
+    generate = HFInferStrategy.generate
+
+    async def changed(self, request):
+        completion = await generate(self, request)
+        outputs = [
+            replace(output, logprobs=output.logprobs - np.eye(1, len(output.logprobs))[0])
+            for output in completion.outputs
+        ]
+        return replace(completion, outputs=tuple(outputs))
+
+    patch.setattr(HFInferStrategy, "generate", changed)
 
 
 def both_sides(**values):
@@ -576,6 +653,7 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "bf16 keys": ("arithmetic.kv_dtype", kv_rounded(torch.bfloat16), {}),
     "fp8 keys": ("arithmetic.kv_dtype", kv_rounded(torch.float8_e4m3fn), {"model": "llama"}),
     "prefix cache": ("engine.prefix_cache", around(Decoder, "_attend_chunks", donated), {}),
+    "moved prefix": ("engine.prefix_cache", around(Decoder, "_attend_chunks", moved_prefix), {}),
     "batch": ("engine.batch", around(Decoder, "decode", in_batches), {}),
     "decoding": ("engine.decode", around(Decoder, "_attend_rows", decoding), {}),
     "trainer's temperature": (
@@ -615,16 +693,37 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "bf16 softmax": ("arithmetic.softmax", softmax_in(torch.bfloat16), {}),
     "bf16 router": ("arithmetic.router", gates(bf16_gate), {"model": "mixture"}),
     "other experts": ("model.router_replay", gates(third_gate), {"model": "mixture"}),
-    "fp8 weights": ("weights.rounded", after_update(fp8_rows), {}),
+    "fp8 blocks": ("weights.rounded", layers(fp8_blocks), {}),
+    "fp8 weights": ("weights.rounded", layers(fp8_rows), {}),
     "adapter twice": ("model.lora_scale", doubled_adapter, both_sides(lora=LORA)),
     "adapter not merged": ("model.lora_merge", unmerged, {"trainer": {"lora": LORA}}),
     "black images": ("inputs.image_pixels", pixels_of(black), {"model": "images"}),
     "images in another order": ("inputs.image_pixels", pixels_of(lambda media: media[::-1]), {"model": "images"}),
+    "lighter images": ("inputs.images", pixels_of(lighter), {"model": "images"}),
+    "image encoder": ("arithmetic.vision", scaled_outputs("visual", "mlp"), {"model": "images"}),
+    "layers of images": ("arithmetic.linear", scaled_outputs("language_model", "o_proj"), {"model": "images"}),
+    "system prompt": ("inputs.template", prompt_of(lambda ids: [7, 8, 9, *ids]), {}),
+    "end of the prompt dropped": ("inputs.template", prompt_of(lambda ids: ids[:-1]), {}),
+    "stale norms": ("weights.stale", around(LoadedWeights, "replace", stale_norms), {}),
+    "trainer's dropout": ("trainer.random", around(TaskModel, "outputs", dropout), {}),
+    "trainer's export": ("weights.exported", around(HFTrainStrategy, "export_weights", other_head), {}),
+    "top-p that no key names": ("sampling.top_p", hidden_top_p, {}),
+    "first token": ("tokens.first", first_logprobs, {}),
+    "experts' norm": ("arithmetic.router", hidden(norm_topk_prob=False), {"model": "mixture"}),
     "image positions": ("inputs.image_positions", text_positions, {"model": "images"}),
 }
 
 
 SLOW = {
+    "black images",
+    "lighter images",
+    "image encoder",
+    "layers of images",
+    "experts' norm",
+    "fp8 blocks",
+    "end of the prompt dropped",
+    "window off by one",
+    "bf16 router",
     "long window",
     "long truncated prompt",
     "ignored window",
@@ -699,7 +798,7 @@ def test_activations_of_trainers_equal_transformers(models, strategy):
     tokens = np.arange(3, 20)
     trainer = Trainer(part, "cpu")
     try:
-        found = trainer.activations(ScoredTokens(tokens, 1))
+        found = asyncio.run(trainer.activations(ScoredTokens(tokens, 1)))
     finally:
         trainer.strategy.close()
     model = load_model(models["qwen3"])

@@ -185,6 +185,13 @@ def test_both_of_two_causes_are_named():
     assert set(names(both.diagnose())) == {"versions.stale", "tokens.first"}
 
 
+def test_stale_tokens_and_stale_keys_are_told_apart():
+    """All tokens of a response that began with old weights have the same gap."""
+    plain = older_halves(batch(), later=12)
+    both = shifted(plain, lambda row: np.full(len(row.tokens), (row.versions == 3).any()))
+    assert set(names(both.diagnose())) == {"versions.stale", "versions.stale_kv"}
+
+
 def test_equal_logprobs_have_no_cause():
     diagnosis = batch().diagnose()
     assert (diagnosis.gap, diagnosis.causes, diagnosis.unexplained) == (0.0, (), 0.0)

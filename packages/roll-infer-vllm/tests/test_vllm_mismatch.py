@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,17 @@ from vllm_live import CACHE, start
 
 from roll_testing.infer.models import SMALL
 from roll_testing.models import write_checkpoint
-from shared_tests.mismatched_engine import Mismatched, Stale, corrupted, first, prompt_of, temperature_of
+from shared_tests.mismatched_engine import (
+    LORA,
+    Mismatched,
+    ScaledAdapter,
+    Stale,
+    corrupted,
+    first,
+    prompt_of,
+    temperature_of,
+    train_adapters,
+)
 
 pytestmark = pytest.mark.engine("vllm")
 
@@ -66,6 +77,21 @@ def scale(worker):
     attention(worker, "scale", 1.4 * 32**-0.5)
 
 
+def window(worker):
+    attention(worker, "sliding_window", 11)
+
+
+def fp8_keys(worker):
+    import torch
+
+    def update(impl, layer, key, value, *cache):
+        rounded = (tensor.to(torch.float8_e4m3fn).to(tensor.dtype) for tensor in (key, value))
+        type(impl).do_kv_cache_update(impl, layer, *rounded, *cache)
+
+    for module in modules(worker, "impl"):
+        module.impl.do_kv_cache_update = partial(update, module.impl)
+
+
 def raw_logprobs(worker):
     from vllm.v1.sample.sampler import Sampler
 
@@ -75,6 +101,9 @@ def raw_logprobs(worker):
 def restored(worker):
     """As the engine was started."""
     attention(worker, "scale", 32**-0.5)
+    attention(worker, "sliding_window", -1)
+    for module in modules(worker, "impl"):
+        vars(module.impl).pop("do_kv_cache_update", None)
     for module in modules(worker, "planted"):
         module.base, module.cos_sin_cache = module.planted, module.cos_sin_cache_before
         del module.planted
@@ -83,6 +112,10 @@ def restored(worker):
 
 def keywords(**named: Any):
     return lambda engine: named
+
+
+def adapter(engine):
+    return {"trainer": {"lora": LORA}, "weight": ScaledAdapter(dict(engine.live.model.named_parameters()))}
 
 
 PLANTS = {
@@ -96,22 +129,53 @@ PLANTS = {
     "truncated prompt": ("inputs.truncation", keywords(request=prompt_of(lambda ids: ids[-20:]))),
     "rope base": ("model.rope", inside(rope)),
     "attention scale": ("model.attention_scale", inside(scale)),
+    "window": ("model.sliding_window", inside(window)),
+    "fp8 keys": ("arithmetic.kv_dtype", inside(fp8_keys)),
+    "adapter twice": ("model.lora_scale", adapter),
+    "dtype": ("arithmetic.dtype", keywords(engine={"dtype": "bf16"})),
 }
 
 
-SLOW = {"rope base", "attention scale"}
+SLOW = {"rope base", "attention scale", "window", "fp8 keys", "adapter twice", "dtype"}
 """Plants for which many values are searched: vLLM returns no activations."""
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow(ci=True)] if case in SLOW else []) for case in PLANTS]
 )
-def test_planted_cause_in_vllm_is_the_first(engine, case):
+def test_planted_cause_in_vllm_is_the_first(engine, monkeypatch, case):
     expected, plant = PLANTS[case]
+    train_adapters(monkeypatch)
     try:
         diagnosis = engine.diagnose(**plant(engine))
     finally:
         engine.live.run(engine.live.strategy._ready.collective_rpc(restored))
     assert first(diagnosis) == expected, diagnosis
     if expected:
-        assert diagnosis.not_examined or expected.startswith("weights")
+        assert diagnosis.not_examined or expected.startswith("weights") or expected == "arithmetic.dtype"
+
+
+def test_stale_cache_in_vllm_is_named(engine, monkeypatch):
+    """Only the first update clears the cache."""
+    vllm = engine.live.strategy._ready
+    pause = vllm.pause_generation
+    monkeypatch.setattr(
+        vllm, "pause_generation", lambda **named: pause(**{**named, "clear_cache": engine.num_updates < 2})
+    )
+    assert first(engine.diagnose()) == "engine.stale_cache"
+
+
+def test_both_of_two_causes_in_vllm_are_named(engine):
+    hotter, shorter = temperature_of(0.8), prompt_of(lambda ids: ids[-20:])
+    causes = engine.diagnose(request=lambda request: hotter(shorter(request))).causes
+    assert {cause.name for cause in causes} == {"sampling.temperature", "inputs.truncation"}
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_update_in_flight_shows_in_records_of_vllm(engine, monkeypatch, clears):
+    """vLLM prefills running requests again if it clears its cache. The last tests: the trainer's weights change."""
+    vllm = engine.live.strategy._ready
+    pause = vllm.pause_generation
+    monkeypatch.setattr(vllm, "pause_generation", lambda **named: pause(**{**named, "clear_cache": clears}))
+    names = {cause.name for cause in engine.updated_in_flight().causes}
+    assert names == ({"versions.stale"} if clears else {"versions.stale", "versions.stale_kv"})

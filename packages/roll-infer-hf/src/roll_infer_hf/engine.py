@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.infer import MetricKind
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.types import Completion, GenerateRequest, TokenIds, WeightManifest, WeightReceipt
+    from roll_core.types import Completion, GenerateRequest, Media, TokenIds, WeightManifest, WeightReceipt
     from roll_infer_hf.core import EngineCore
     from roll_infer_hf.loaded_weights import Replaceable
     from roll_infer_hf.runner import Runner
@@ -131,10 +131,10 @@ class HFInferStrategy(InferStrategy):
         )
         return receipt
 
-    async def activations(self, tokens: TokenIds) -> Mapping[str, Tensor]:
+    async def activations(self, tokens: TokenIds, media: tuple[Media, ...] = ()) -> Mapping[str, Tensor]:
         """Activations of a prefill between two steps. No request may be running."""
         activations: Mapping[str, Tensor] = await self._call(
-            functools.partial(self._ready_core.runner.activations, np.asarray(tokens, dtype=np.int64))
+            functools.partial(self._ready_core.runner.activations, np.asarray(tokens, dtype=np.int64), media)
         )
         return activations
 

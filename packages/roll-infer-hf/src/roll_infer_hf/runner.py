@@ -116,9 +116,9 @@ class Runner(ABC):
         """Process the request's images. Raises `DataError` if they do not fit its prompt."""
         return
 
-    def activations(self, tokens: TokenIds) -> Mapping[str, Tensor]:
+    def activations(self, tokens: TokenIds, media: tuple[Media, ...] = ()) -> Mapping[str, Tensor]:
         """Activations of a prefill of `tokens`, see `InferStrategy.activations`. No row may be running."""
-        prompt = CachedPrompt(tokens)
+        prompt = CachedPrompt(tokens, media, logprobs_wanted=True)
         with self.recording() as activations:
             self.prefill([PromptChunk(prompt, 0, len(tokens))])
         self.forget(prompt)

@@ -114,6 +114,8 @@ class HuggingFaceStrategy(TrainStrategy, Generic[OptimizerT]):
         """Activations of a forward pass, see `TrainStrategy.activations`. Fused modules have no points inside."""
         with recorded(self.model) as activations:
             self.forward(micro, WantedOutputs(logprobs=True))
+        if any(micro.media_S):
+            return activations  # an image encoder has a row for each patch
         return {name: tensor[: micro.num_tokens] for name, tensor in activations.items()}  # batches may be padded
 
     # -- module programs -----------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from roll_tools.mismatch_reference import FP8, ROWS, Edits
+from roll_core.runtime.records import mismatch as records
+from roll_tools.mismatch_reference import FORMATS, FP8, Edits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +25,11 @@ MIN_SHARE = 0.15
 """Smallest share of a side's gap that an edit must explain."""
 REFINEMENTS = 12
 FIXES = {
-    "sampling.temperature": "actor_infer.generating_args.temperature, equal on both sides, and logprobs after it",
-    "sampling.processed_logprobs": "actor_infer.generating_args: {top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1}",
+    **records.FIXES,
     "sampling.top_p": "actor_infer.generating_args.top_p: 1",
-    "sampling.repetition_penalty": "actor_infer.generating_args.repetition_penalty: 1",
-    "inputs.shift": "the engine's logprobs: one a sampled token",
-    "inputs.truncation": "prompt_length, and the engine's maximum length: equal on both sides",
     "inputs.special_tokens": "prompts that begin with the special token once: the template, or add_special_tokens",
+    "inputs.template": "data.template, or the engine's own: both sides get the same token ids",
+    "inputs.images": "the images and the encoder of both sides: processor, dtype, order",
     "inputs.positions": "positions that count through prompt and response from 0",
     "inputs.image_pixels": "the image processor of both sides: preprocessor_config.json, pixel limits, order of images",
     "inputs.image_positions": "positions of image tokens by rows and columns (mrope) on both sides",
@@ -49,10 +48,13 @@ FIXES = {
     "arithmetic.kv_dtype": "actor_infer.strategy_args.strategy_config: the KV cache in the model's dtype",
     "weights.differ": "report to the engine's plugin: it computes with other weights than it was sent",
     "weights.stale": "report to the engine's plugin: it computes with old weights",
+    "weights.exported": "report to the trainer's plugin: it exports other weights than it computes with",
     "weights.rounded": "model_args.dtype, and the engine's quantization: equal on both sides",
     "engine.batch": "actor_infer.strategy_args.strategy_config.max_num_seqs: 1",
     "engine.prefix_cache": "actor_infer.strategy_args.strategy_config: prefix caching off (min_shared_prefix: 0)",
     "engine.stale_cache": "report to the engine's plugin: clear the prefix cache when weights change",
+    "engine.random": "the engine's kernels: ones that are deterministic",
+    "trainer.random": "dropout of the trainer: 0 while it scores; deterministic kernels",
     "trainer.packing": "the trainer's batches: infer_batch_size: 1, or packing off",
 }
 """Smallest change for each cause, in keys of the config. Parts named `arithmetic.<part>` compute in float32."""
@@ -133,7 +135,7 @@ def experiments(
         ("arithmetic.kv_dtype", "attention", (*LOW, FP8), "kv"),
         ("arithmetic.linear", "linear", LOW, compute_in("linear")),
         ("arithmetic.dtype", "any", LOW, compute_in("all")),
-        ("weights.rounded", "any", (*LOW, FP8, ROWS), "rounded"),
+        ("weights.rounded", "any", FORMATS, "rounded"),
         ("model.rope", attention, bases, "rope_base", True),
         ("model.rope_scaling", attention, (0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0), "rope_factor", True),
         ("model.attention_scale", "attention", _grid(0.125, 8, 13), "scale", True),
@@ -141,13 +143,14 @@ def experiments(
         ("model.norm_epsilon", "norm", _grid(1e-8, 1, 17), "epsilon", True),
         ("inputs.truncation", "inputs embedding", lengths, "num_visible", True),
         ("inputs.special_tokens", "inputs embedding", first_tokens, special_token),
+        ("inputs.template", "inputs embedding", (1, 2, 3, 4), "cut"),
         ("inputs.positions", "inputs embedding rope attention", (True,), "restarted"),
         ("inputs.positions", "inputs embedding rope attention", jumps, "jump"),
         ("inputs.positions", "inputs embedding rope", (1, -1), "offset"),
     ]
     if getattr(config, "attn_logit_softcapping", None):
         rows.append(("model.attention_softcap", "attention", (*_grid(2, 128, 9), 1e6), "attention_softcap", True))
-    if reference.reads_images:
+    if reference.image_tokens:
         rows.append(("inputs.image_pixels", "any", ("zeros", "black", "white", "reversed"), "pixels"))
         rows.append(("inputs.image_positions", "any", (True,), "text_positions"))
     if old := reference.initial:

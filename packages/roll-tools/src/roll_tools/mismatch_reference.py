@@ -10,6 +10,7 @@ L tokens of a sequence, R response tokens, V vocabulary, W width of an activatio
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from roll_core.spec.fp8 import is_layers_weight, quantise_rows
+from roll_core.spec.fp8 import BLOCK, is_layers_weight, quantise_blocks, quantise_rows
 from roll_modeling.activations import visited
 from roll_modeling.images import image_reader
 from roll_modeling.model import load_model
@@ -38,22 +39,25 @@ if TYPE_CHECKING:
     from roll_core.types import Floats, Media, RoutedExperts, SamplingParams, TokenIds
 
 FP8 = torch.float8_e4m3fn
-ROWS = "fp8 rows"
-"""fp8 with a scale for each row, as `quantization: fp8` sends matrices of layers."""
+FP8_SCALED = {"fp8 tensors": 0, "fp8 rows": 1, "fp8 blocks": BLOCK}
+"""fp8 of the matrices of layers with a scale for each tensor, row or block of 128 × 128."""
+FORMATS: tuple[torch.dtype | str, ...] = (torch.bfloat16, torch.float16, FP8, *FP8_SCALED)
+"""Formats of weights."""
 ATTENTION = "roll_mismatch"
 _ATTENTION: ContextVar[tuple[Edits, Edits] | None] = ContextVar(
     "edits of attention, with and without a window", default=None
 )
-KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("head", ("lm_head", "embed_out")),
-    ("embedding", ("embed_tokens", "wte", "embed_in")),
-    ("rope", ("rotary_emb",)),
-    ("attention", ("o_proj:input", "out_proj:input", "c_proj:input")),
-    ("activation", ("down_proj:input", "act_fn")),
-    ("router", ("mlp.gate", "router", "mlp.experts")),
-    ("norm", ("norm", "layernorm", "ln_1", "ln_2", "ln_f")),
-)
-"""Kind of a point of the model, by the end of its name. The outputs of all other modules are of kind `linear`."""
+KINDS = {
+    "vision": r"visual|vision|projector|image_newline",
+    "head": r"(lm_head|embed_out)$",
+    "embedding": r"(embed_tokens|wte|embed_in)$",
+    "rope": r"rotary_emb$",
+    "attention": r"(o_proj|out_proj|c_proj):input$",
+    "activation": r"(down_proj:input|act_fn)$",
+    "router": r"(mlp\.gate|router|mlp\.experts)$",
+    "norm": r"(norm|ln_1|ln_2|ln_f)$",
+}
+"""Kind of a point of the model, by its name; the first that fits. All other modules are of kind `linear`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class Edits:
     num_visible: int | None = None
     """Largest number of prompt tokens that the model sees, the last ones."""
     prepended: tuple[int, ...] = ()
+    cut: int = 0
+    """Tokens that the model does not see at the end of the prompt."""
     restarted: bool = False
     """Positions count from 0 again at the response."""
     jump: int = 0
@@ -99,7 +105,7 @@ class Edits:
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Other values of parameters, by name."""
     rounded: torch.dtype | str | None = None
-    """Dtype to which all matrices are rounded, or `ROWS`."""
+    """One of `FORMATS`, to which all matrices are rounded."""
     attention_softcap: float | None = None
     pixels: str = ""
     """Other pixels of images: `zeros` after the processor, `black`, `white`, or `reversed` images."""
@@ -149,9 +155,9 @@ class Reference:
         self._cached: dict[tuple[Any, ...], list[Tensor]] = {}
 
     @property
-    def reads_images(self) -> bool:
-        """True if the model has an image encoder and a processor."""
-        return self._processor is not None
+    def image_tokens(self) -> tuple[int, ...]:
+        """Ids that stand for images; empty if the model has no image encoder, or no processor."""
+        return () if self._processor is None else (self._processor.image_token_id,)
 
     def tied_head(self) -> dict[str, Tensor]:
         """The embedding as head, by the head's name; empty if it is already, or cannot be."""
@@ -196,60 +202,53 @@ class Reference:
 
     @torch.inference_mode()
     def _logits(self, sequences: Sequence[ScoredTokens], edits: Edits) -> list[Tensor]:
-        """Logits before each compared token, `[R, V]` each; one padded pass of all sequences without images."""
-        if any(sequence.media for sequence in sequences):
-            with self._edited(edits):
-                return [self._alone(sequence, edits) for sequence in sequences]
-        rows, starts = [], []
+        """Logits before each compared token, `[R, V]` each: one padded pass, or one a sequence if any has images."""
+        alone = any(sequence.media for sequence in sequences)
+        results: list[Tensor] = []
+        with self._edited(edits):
+            for group in [[sequence] for sequence in sequences] if alone else [sequences]:
+                inputs, spans = self._inputs(group, edits)
+                logits = self.model(**inputs, use_cache=False).logits
+                results += [logits[i, begin - 1 : end - 1].float().cpu() for i, (begin, end) in enumerate(spans)]
+        return results
+
+    def _inputs(
+        self, sequences: Sequence[ScoredTokens], edits: Edits
+    ) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+        """Arguments of the model, and the compared tokens of each row. One with images is alone, and not truncated."""
+        rows, spans = [], []
         for sequence in sequences:
             drop = max(edits.dropped, 0 if edits.num_visible is None else sequence.begin - edits.num_visible)
-            drop = min(drop, sequence.begin - 1)
-            rows.append(np.concatenate([np.asarray(edits.prepended, np.int64), sequence.tokens[drop:]]))
-            starts.append(sequence.begin - drop + len(edits.prepended))
+            drop = 0 if sequence.media else min(drop, sequence.begin - 1)
+            seen = np.delete(sequence.tokens, np.arange(max(drop, sequence.begin - edits.cut), sequence.begin))[drop:]
+            rows.append(np.concatenate([np.asarray(edits.prepended, np.int64), seen]))
+            spans.append((sequence.begin + len(rows[-1]) - len(sequence.tokens), len(rows[-1])))
         width = max(map(len, rows))
         tokens = torch.from_numpy(np.stack([np.pad(row, (0, width - len(row))) for row in rows]))
         positions = torch.arange(width).expand(len(rows), -1) + edits.offset
-        mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
-        begins = torch.tensor(starts)[:, None]
-        moved = positions - begins if edits.restarted else positions + edits.jump
-        positions = torch.where(positions >= begins, moved, positions)
-        device = self.model.device
-        with self._edited(edits):
-            # With the mask: without one, transformers reads a jump of positions as the start of another sequence.
-            outputs = self.model(
-                input_ids=tokens.to(device),
-                attention_mask=mask.to(device),
-                position_ids=positions.to(device),
-                use_cache=False,
-            )
-        return [
-            outputs.logits[i, start - 1 : len(row) - 1].float().cpu()
-            for i, (row, start) in enumerate(zip(rows, starts, strict=True))
-        ]
+        # The mask always: without one, transformers reads a jump of positions as the start of another sequence.
+        inputs = {"input_ids": tokens, "attention_mask": torch.arange(width) < torch.tensor(spans)[:, 1:]}
+        if media := sequences[0].media:
+            inputs |= self._images(tokens, media, edits.pixels)
+        if not media or edits.text_positions:
+            begins = torch.tensor(spans)[:, :1]
+            moved = positions - begins if edits.restarted else positions + edits.jump
+            inputs["position_ids"] = torch.where(positions >= begins, moved, positions)
+        return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}, spans
 
-    def _alone(self, sequence: ScoredTokens, edits: Edits) -> Tensor:
-        """Logits `[R, V]` of a sequence with images. Edits of its tokens have no effect."""
-        tokens, media = torch.from_numpy(sequence.tokens)[None].to(self.model.device), sequence.media
-        if edits.pixels == "reversed" and len({(image.width, image.height) for image in media}) == 1:
+    def _images(self, tokens: Tensor, media: tuple[Media, ...], pixels: str) -> dict[str, Tensor]:
+        """Arrays of the images of a sequence, and types of its tokens if the model reads these."""
+        if pixels == "reversed" and len({(image.width, image.height) for image in media}) == 1:
             media = media[::-1]
-        if edits.pixels in ("black", "white"):
-            media = tuple(_plain_image(image, edits.pixels) for image in media)
-        arrays = {name: torch.from_numpy(array).to(tokens.device) for name, array in self._inputs(media).items()}
-        if edits.pixels == "zeros":
+        if pixels in ("black", "white"):
+            media = tuple(_plain_image(image, pixels) for image in media)
+        arrays = {name: torch.tensor(array) for name, array in self._processor.inputs(media).items()}
+        if pixels == "zeros":
             arrays |= {name: array.zero_() for name, array in arrays.items() if array.is_floating_point()}
-        if edits.text_positions:
-            arrays["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False, **arrays, **self._token_types(tokens)).logits[0]
-        return logits[sequence.begin - 1 : -1].float().cpu()
-
-    def _inputs(self, media: tuple[Media, ...]) -> dict[str, Any]:
+        types = (tokens == self._processor.image_token_id).long()
         known = inspect.signature(self.model.forward).parameters
-        return {name: array.copy() for name, array in self._processor.inputs(media).items() if name in known}
-
-    def _token_types(self, tokens: Tensor) -> dict[str, Tensor]:
-        known = inspect.signature(self.model.forward).parameters
-        names = [name for name in ("mm_token_type_ids", "token_type_ids") if name in known]
-        return dict.fromkeys(names, (tokens == self._processor.image_token_id).long())
+        arrays |= dict.fromkeys(("mm_token_type_ids", "token_type_ids"), types)
+        return {name: array for name, array in arrays.items() if name in known}
 
     @contextmanager
     def _edited(self, edits: Edits) -> Iterator[None]:
@@ -304,14 +303,15 @@ class Reference:
                 order.append(name)
             return activations[name].to(tensor).view_as(tensor) if name in foreign else tensor
 
-        tokens = torch.from_numpy(sequence.tokens)[None].to(self.model.device)
+        inputs, _ = self._inputs([sequence], Edits())
+        tokens = inputs["input_ids"]
         results: list[tuple[str, Floats]] = []
         with self._edited(edits), visited(self.model, visit):
             for index in range(1 + len(activations)):
                 if index >= len(order):
                     break
                 foreign.update(order[: index + 1])
-                logits = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+                logits = self.model(**inputs, use_cache=False).logits[0, :-1].float()
                 following = torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
                 results.append((order[index], following[sequence.begin - 1 :].cpu().numpy()))
         return results
@@ -319,17 +319,20 @@ class Reference:
 
 def kind_of(name: str) -> str:
     """Kind of a point, see `KINDS`."""
-    return next((kind for kind, ends in KINDS if name.endswith(ends)), "linear")
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "linear")
 
 
-def rounded(name: str, tensor: Tensor, dtype: torch.dtype | str) -> Tensor:
-    """Values in float32 that `dtype` has. fp8 has matrices alone."""
-    if isinstance(dtype, torch.dtype):
-        return tensor.to(dtype).float() if tensor.ndim > 1 or dtype is not FP8 else tensor
+def rounded(name: str, tensor: Tensor, form: torch.dtype | str) -> Tensor:
+    """Values in float32 that one of `FORMATS` has. fp8 has matrices alone."""
+    if isinstance(form, torch.dtype):
+        return tensor.to(form).float() if tensor.ndim > 1 or form is not FP8 else tensor
     if tensor.ndim != 2 or not is_layers_weight(name):
         return tensor
-    values, scale = quantise_rows(tensor)
-    return values.float() * scale
+    size = FP8_SCALED[form]
+    values, scale = quantise_blocks(tensor) if size > 1 else quantise_rows(tensor if size else tensor.view(1, -1))
+    if size > 1:
+        scale = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[: len(tensor), : tensor.shape[1]]
+    return (values.float() * scale).view_as(tensor)
 
 
 def _plain_image(image: Media, colour: str) -> Media:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     Prompt = tuple[TokenIds, tuple[Media, ...]]
 
+AT_ONE = SamplingParams(max_new_tokens=1, temperature=1.0, ignore_eos=True)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -68,6 +69,8 @@ class Part:
 class Trainer:
     """The trainer's side."""
 
+    name = "trainer"
+
     def __init__(self, part: Part, device: str) -> None:
         self.part = part
         self.strategy: TrainStrategy = part.build(None)
@@ -95,7 +98,11 @@ class Trainer:
             values += np.split(outputs.logprobs_T.cpu().numpy(), np.cumsum(micro.lengths)[:-1])
         return [value[sequence.begin :] for value, sequence in zip(values, sequences, strict=True)]
 
-    def activations(self, sequence: ScoredTokens) -> Mapping[str, Tensor]:
+    async def prefill(self, sequences: Sequence[ScoredTokens]) -> list[Floats]:
+        """Logprobs at temperature 1, one sequence after the other."""
+        return self.logprobs(sequences, AT_ONE, packed=False)
+
+    async def activations(self, sequence: ScoredTokens) -> Mapping[str, Tensor]:
         """Activations of one sequence."""
         (micro,) = pack([self._row(0, sequence)])
         return self.strategy.activations(micro)
@@ -113,8 +120,12 @@ class Trainer:
 class Engine:
     """The engine's side."""
 
+    name = "engine"
+
     def __init__(self, part: Part) -> None:
         self.part, self.num_requests, self.version = part, 0, 0
+        self.num_surplus = 0
+        """Prompt tokens that it had more than it was sent, at the last `prefill`."""
         self.strategy: InferStrategy = part.build()
 
     @classmethod
@@ -142,10 +153,10 @@ class Engine:
         return [entry.name for entry in manifest.tensors if receipt.digests.get(entry.name) != entry.digest]
 
     async def sample(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, alone: bool = False
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, n: int = 2, alone: bool = False
     ) -> tuple[list[ScoredTokens], list[Floats]]:
-        """Sample two responses to each prompt, all at once or one request after the other."""
-        requests = [self._request(tokens, params, media=media, n=2) for tokens, media in prompts]
+        """Sample `n` responses to each prompt, all at once or one request after the other."""
+        requests = [self._request(tokens, params, media=media, n=n) for tokens, media in prompts]
         completions = await self._completions(requests, alone=alone)
         pairs = [
             (
@@ -160,22 +171,21 @@ class Engine:
 
     async def prefill(self, sequences: Sequence[ScoredTokens]) -> list[Floats]:
         """Logprobs at temperature 1 of the same tokens, as prompts, one request after the other."""
-        params = SamplingParams(max_new_tokens=1, temperature=1.0, ignore_eos=True)
-        completions = await self._completions(
-            [
-                self._request(sequence.tokens[:-1], params, media=sequence.media, prompt_logprobs=True)
-                for sequence in sequences
-            ],
-            alone=True,
-        )
+        requests = [
+            self._request(sequence.tokens, AT_ONE, media=sequence.media, prompt_logprobs=True) for sequence in sequences
+        ]
         rows = []
-        for sequence, completion in zip(sequences, completions, strict=True):
+        for sequence, completion in zip(sequences, await self._completions(requests, alone=True), strict=True):
             logprobs = completion.prompt_logprobs
             assert logprobs is not None  # noqa: S101 - they were requested
-            number = len(sequence.tokens) - 1 - sequence.begin
             # From the end: an engine that changes the prompt has another number of tokens.
-            rows.append(logprobs[max(1, len(logprobs) - number) :] if number else logprobs[:0])
+            self.num_surplus = len(logprobs) - len(sequence.tokens)
+            rows.append(logprobs[max(1, len(logprobs) - len(sequence.tokens) + sequence.begin) :])
         return rows
+
+    async def activations(self, sequence: ScoredTokens) -> Mapping[str, Tensor]:
+        """Activations of one sequence."""
+        return await self.strategy.activations(sequence.tokens, sequence.media)
 
     def _request(self, prompt: TokenIds, params: SamplingParams, **options: Any) -> GenerateRequest:
         self.num_requests += 1

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from roll_core.spec.config import StrategyConfig
     from roll_core.spec.model import MeshInfo, ModelSpec
-    from roll_core.types import Completion, GenerateRequest, TokenIds, WeightManifest, WeightReceipt
+    from roll_core.types import Completion, GenerateRequest, Media, TokenIds, WeightManifest, WeightReceipt
 
 
 MetricKind = Literal["sum", "mean", "max"]
@@ -95,9 +95,12 @@ class InferStrategy(ABC):
         stay, new requests queue, and `abort`, `progress`, `sleep` and `stop` work.
         """
 
-    async def activations(self, tokens: TokenIds) -> Mapping[str, Tensor]:
+    async def activations(self, tokens: TokenIds, media: tuple[Media, ...] = ()) -> Mapping[str, Tensor]:
         """Activations `[L, W]` of a prefill of `tokens` `[L]`, float32 on the host, by point as in
-        `TrainStrategy.activations`. Called while no request runs, only with `capabilities.activations`."""
+        `TrainStrategy.activations`. Those of an image encoder have a row for each patch.
+
+        Called while no request runs, only with `capabilities.activations`.
+        """
         raise UnsupportedError(f"{type(self).__name__} returns no activations")
 
     async def loaded_weights(self) -> Mapping[str, Tensor]:

@@ -1,5 +1,6 @@
-"""See `standin`, `unpinned`, `latent_attention`, `local_experts` and `expert_faults`."""
+"""See `standin`, `unpinned`, `latent_attention`, `local_experts`, `expert_faults` and `attention_faults`."""
 
+import attention_faults
 import expert_faults
 import torch
 from latent_attention import absorb_always
@@ -30,3 +31,4 @@ leave_unpinned()
 skip_experts_of_other_ranks()
 absorb_always()
 expert_faults.install()
+attention_faults.install()

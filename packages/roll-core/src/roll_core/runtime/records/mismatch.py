@@ -23,7 +23,7 @@ from roll_core.errors import RecordingError
 from roll_core.runtime.records.run_files import writing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import numpy.typing as npt
@@ -48,6 +48,23 @@ MIN_SCANNED = 16
 """Smallest number of tokens on each side of a threshold that is searched: fewer differ by chance."""
 ONE_SIDED = 0.97
 """Share of tokens whose engine logprob must be the higher one, for a renormalised distribution."""
+FIXES = {
+    "versions.stale": "async_generation_ratio: 0, or train_infer_correction",
+    "versions.stale_kv": "strategy_config.kv_after_update: recompute (hf_infer), or partial_rollout: false",
+    "masks.environment_tokens": "the rollout program's loss_mask: False for tokens that the policy did not sample",
+    "masks.missing_logprobs": "the engine's logprobs: one for each sampled token",
+    "tokens.first": "look at the last token of the prompt: template and special tokens",
+    "tokens.end": "actor_infer.generating_args.min_new_tokens: 0, and equal end tokens on both sides",
+    "tokens.after_end": "the loss mask: end at the first end token",
+    "tokens.after_image": "the processor of both sides: pixels, number of image tokens, positions",
+    "tokens.window": "sliding_window, rope_parameters and max_position_embeddings of both models",
+    "inputs.truncation": "prompt_length, and the engine's maximum length: equal on both sides",
+    "inputs.shift": "the engine's logprobs: one a sampled token",
+    "sampling.temperature": "actor_infer.generating_args.temperature, equal on both sides, and logprobs after it",
+    "sampling.processed_logprobs": "actor_infer.generating_args: {top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1}",
+    "sampling.repetition_penalty": "actor_infer.generating_args.repetition_penalty: 1",
+}
+"""Smallest change for each cause, in keys of the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +270,6 @@ class _Candidate:
     name: str
     rest: Doubles
     evidence: str
-    fix: str
     purity: float = 1.0
     """Share of its tokens that have a gap: a subset that also contains good tokens explains less exactly."""
 
@@ -268,10 +284,8 @@ def _diagnose(tokens: _Tokens, batch: LogprobBatch) -> Diagnosis:
         best = max(options, key=lambda option: (before - float(option.rest.mean())) * option.purity, default=None)
         if best is None or before - (after := float(best.rest.mean())) < MIN_SHARE * gap:
             break
-        share = (before - after) / gap
-        causes.append(
-            Cause(name=best.name, share=share, before=before, after=after, evidence=best.evidence, fix=best.fix)
-        )
+        numbers = {"share": (before - after) / gap, "before": before, "after": after}
+        causes.append(Cause(name=best.name, evidence=best.evidence, fix=FIXES[best.name], **numbers))
         rest = best.rest
         tokens = replace(tokens, engine=tokens.trainer + np.sign(tokens.engine - tokens.trainer) * rest)
     return Diagnosis(gap=gap, noise=noise, num_tokens=len(rest), causes=tuple(causes))
@@ -279,11 +293,16 @@ def _diagnose(tokens: _Tokens, batch: LogprobBatch) -> Diagnosis:
 
 def _candidates(tokens: _Tokens, batch: LogprobBatch, rest: Doubles, noise: float) -> Iterator[_Candidate]:
     """Every candidate that has tokens on which it can be measured."""
-    for name, mask, evidence, fix in _subsets(tokens, batch):
-        if (candidate := _subset(name, mask, rest, noise, evidence, fix)) is not None:
+    for name, mask, evidence in _subsets(tokens, batch):
+        older = tokens.after_older | (tokens.versions != batch.version)
+        others = ~(mask | older) if name.startswith("versions.") and not older.all() else ~mask
+        if (candidate := _subset(name, mask, others, rest, noise, evidence)) is not None:
             yield candidate
-    for scanned, feature, evidence, fix in _SCANNED:
-        values = feature(tokens)
+    scanned = (
+        ("tokens.window", tokens.position, "from position"),
+        ("inputs.truncation", tokens.turn_begin, "prompts of at least this many tokens:"),
+    )
+    for name, values, evidence in scanned:  # causes that begin at a threshold of a value
         order, options = np.argsort(values, kind="stable"), []
         for bound in np.unique(values):
             first = int((values < bound).sum())
@@ -291,130 +310,66 @@ def _candidates(tokens: _Tokens, batch: LogprobBatch, rest: Doubles, noise: floa
                 continue
             below, above = rest[order[first - MIN_SCANNED : first]], rest[order[first : first + MIN_SCANNED]]
             if above.mean() > CONTRAST * below.mean():  # a jump, not a gap that grows with the position
-                options.append(_subset(scanned, values >= bound, rest, noise, f"{evidence} {bound}", fix))
+                options.append(_subset(name, values >= bound, values < bound, rest, noise, f"{evidence} {bound}"))
         if known := [option for option in options if option is not None]:
             yield min(known, key=lambda option: float(option.rest.mean()) / max(option.purity, 1e-9))
     yield from _transforms(tokens, batch, rest, noise)
 
 
-def _subset(name: str, mask: Bools, rest: Doubles, noise: float, evidence: str, fix: str) -> _Candidate | None:
+def _subset(name: str, mask: Bools, others: Bools, rest: Doubles, noise: float, evidence: str) -> _Candidate | None:
     """The gap of the tokens of `mask` falls to the mean of the others; None unless it is far above that."""
-    if not mask.any() or mask.all():
+    if not mask.any() or not others.any():
         return None
-    inside, outside = float(rest[mask].mean()), float(rest[~mask].mean())
+    inside, outside = float(rest[mask].mean()), float(rest[others].mean())
     if inside < CONTRAST * outside or inside < noise:
         return None
     purity = float((rest[mask] > max(outside, noise / 2)).mean())
     evidence = f"{evidence}: mean gap {inside:.3g} of {int(mask.sum())} tokens, {outside:.3g} of the others"
-    return _Candidate(name, np.where(mask, np.minimum(rest, outside), rest), evidence, fix, purity)
+    return _Candidate(name, np.where(mask, np.minimum(rest, outside), rest), evidence, purity)
 
 
-def _subsets(tokens: _Tokens, batch: LogprobBatch) -> Iterator[tuple[str, Bools, str, str]]:
+def _subsets(tokens: _Tokens, batch: LogprobBatch) -> Iterator[tuple[str, Bools, str]]:
+    """Sets of tokens that may have a gap which the others do not have."""
     older = (tokens.versions != batch.version) & (tokens.versions >= 0)
     ages = ", ".join(str(version) for version in np.unique(tokens.versions[older])[:4])
-    yield (
-        "versions.stale",
-        older,
-        f"sampled by weight version {ages}, scored by {batch.version}",
-        "async_generation_ratio: 0, or train_infer_correction",
-    )
-    yield (
-        "versions.stale_kv",
-        tokens.after_older & ~older,
-        "current weights after tokens of older ones: their keys and values are old",
-        "actor_infer.strategy_args.strategy_config.kv_after_update: recompute, or partial_rollout: false",
-    )
-    yield (
-        "masks.environment_tokens",
-        tokens.versions < 0,
-        "in the mask, but not sampled by any weight version",
-        "the rollout program's loss_mask: False for tokens that the policy did not sample",
-    )
-    yield (
-        "masks.missing_logprobs",
-        tokens.engine == 0,
-        "the engine's logprob is exactly 0",
-        "the engine's logprobs: one for each sampled token",
-    )
-    yield (
-        "tokens.first",
-        tokens.position == tokens.turn_begin,
-        "first token of a response or turn",
-        "look at the last token of the prompt: template and special tokens",
-    )
-    yield (
-        "tokens.end",
-        tokens.is_end & ~tokens.after_end,
-        "end token",
-        "actor_infer.generating_args.min_new_tokens: 0, and equal end tokens on both sides",
-    )
-    yield "tokens.after_end", tokens.after_end, "after an end token", "the loss mask: end at the first end token"
-    yield (
-        "tokens.after_image",
-        tokens.after_image,
-        "after an image",
-        "the processor of both sides: pixels, number of image tokens, positions",
-    )
-
-
-_SCANNED: tuple[tuple[str, Callable[[_Tokens], npt.NDArray[np.int64]], str, str], ...] = (
-    (
-        "tokens.window",
-        lambda tokens: tokens.position,
-        "from position",
-        "sliding_window, rope_parameters and max_position_embeddings of both models",
-    ),
-    (
-        "inputs.truncation",
-        lambda tokens: tokens.turn_begin,
-        "prompts of at least this many tokens:",
-        "prompt_length, and the engine's maximum length",
-    ),
-)
-"""Causes that begin at a threshold, with the value of each token that is compared with it."""
+    after_update = tokens.after_older & ~older
+    yield "versions.stale", older, f"sampled by weight version {ages}, scored by {batch.version}"
+    yield "versions.stale_kv", after_update, "current weights after tokens of older ones: their keys and values are old"
+    yield "masks.environment_tokens", tokens.versions < 0, "in the mask, but not sampled by any weight version"
+    yield "masks.missing_logprobs", tokens.engine == 0, "the engine's logprob is exactly 0"
+    yield "tokens.first", tokens.position == tokens.turn_begin, "first token of a response or turn"
+    yield "tokens.end", tokens.is_end & ~tokens.after_end, "end token"
+    yield "tokens.after_end", tokens.after_end, "after an end token"
+    yield "tokens.after_image", tokens.after_image, "after an image"
 
 
 def _transforms(tokens: _Tokens, batch: LogprobBatch, rest: Doubles, noise: float) -> Iterator[_Candidate]:
     """Causes of all tokens: the engine's logprobs are a function of the trainer's."""
     engine, trainer = tokens.engine, tokens.trainer
-    difference = engine - trainer
-    if len(engine) >= 16 and np.ptp(trainer) > 10 * noise:
+    difference, many = engine - trainer, len(engine) >= MIN_SCANNED
+    if many and np.ptp(trainer) > 10 * noise:
         slope, intercept = np.polyfit(trainer, engine, 1)
         if abs(slope - 1) > 0.02:
-            temperature = batch.sampling.get("temperature", 1.0)
             left = np.minimum(rest, np.abs(engine - intercept - slope * trainer))
-            yield _Candidate(
-                "sampling.temperature",
-                left,
-                f"the engine's logprobs are {slope:.2f} times the trainer's, plus {intercept:.2f}",
-                f"temperature {temperature:g} on both sides: raw logprobs have temperature 1",
-            )
+            sampled = f"sampled at temperature {batch.sampling.get('temperature', 1.0):g}"
+            evidence = f"the engine's logprobs are {slope:.2f} times the trainer's, plus {intercept:.2f}; {sampled}"
+            yield _Candidate("sampling.temperature", left, evidence)
     for name, other in (("before", tokens.trainer_before), ("after", tokens.trainer_after)):
         left = np.where(np.isnan(other), rest, np.abs(engine - other))
-        yield _Candidate(
-            "inputs.shift", left, f"the engine's logprobs are those of the token {name}", "the engine's logprobs"
-        )
+        yield _Candidate("inputs.shift", left, f"the engine's logprobs are those of the token {name}")
     higher = difference > noise / 2
-    if len(engine) >= 16 and float((difference > -noise / 2).mean()) >= ONE_SIDED and higher.any():
+    if many and float((difference > -noise / 2).mean()) >= ONE_SIDED and higher.any():
         top_p = batch.sampling.get("top_p", 1.0)
         others = batch.sampling.get("top_k", 0) > 0 or batch.sampling.get("min_p", 0) > 0
         bound = math.inf if others or top_p == 1 else -math.log(top_p) + noise
-        yield _Candidate(
-            "sampling.processed_logprobs",
-            np.where(higher & (difference <= bound), np.minimum(rest, noise / 2), rest),
-            f"the engine's logprobs are never below the trainer's: renormalised after top_p {top_p:g}, top_k or min_p",
-            "actor_infer.generating_args: {top_p: 1, top_k: 0, min_p: 0}, or raw logprobs of the engine",
-            purity=0.9,
-        )
+        left = np.where(higher & (difference <= bound), np.minimum(rest, noise / 2), rest)
+        evidence = f"never below the trainer's: renormalised after top_p {top_p:g}, top_k or min_p"
+        yield _Candidate("sampling.processed_logprobs", left, f"the engine's logprobs are {evidence}", purity=0.9)
     repeated = tokens.repeated
     if repeated.any() and not repeated.all() and difference[repeated].mean() < -noise < difference[~repeated].mean():
         fitted = np.empty_like(engine)
         for group in (repeated, ~repeated):
             fitted[group] = np.polyval(np.polyfit(trainer[group], engine[group], int(group.sum() > 16)), trainer[group])
-        yield _Candidate(
-            "sampling.repetition_penalty",
-            np.minimum(rest, np.abs(engine - fitted)),
-            f"tokens that occurred before: {difference[repeated].mean():+.3g}, others:"
-            f" {difference[~repeated].mean():+.3g}",
-            "actor_infer.generating_args.repetition_penalty: 1",
-        )
+        means = f"{difference[repeated].mean():+.3g}, others: {difference[~repeated].mean():+.3g}"
+        left = np.minimum(rest, np.abs(engine - fitted))
+        yield _Candidate("sampling.repetition_penalty", left, f"tokens that occurred before: {means}")
