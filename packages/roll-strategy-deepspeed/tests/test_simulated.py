@@ -16,7 +16,7 @@ SELECTED = (
     " or (test_a_resumed_run_equals_an_uninterrupted_one and (zero1-2-2 or zero3-2-2))"
     " or (test_offload_frees_memory and zero1-2-all)"
 )
-"""Not the offload of stage 3: its bucket for reductions has 2 GB by default, as much as a simulated device."""
+"""Not the offload of stage 3. Buckets for reductions have 2 GB by default, as much as a simulated device."""
 
 
 @pytest.mark.engine("deepspeed")
@@ -25,7 +25,7 @@ def test_simulated_devices_train_resume_and_offload(tmp_path: Path) -> None:
     EXTENSION.library()
     kit = f"{REPOSITORY / 'tools' / 'gpu' / 'kits.py'}::TestDeepSpeed"
     command = ("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", kit, "-k", SELECTED)
-    output = run(*command, folder=REPOSITORY, ROLL_GPU_PLATFORM="npu", **npu_host(tmp_path))
+    output = run(*command, folder=REPOSITORY, ROLL_GPU_PLATFORM="npu", ROLL_SIM_MEMORY_GIB="3", **npu_host(tmp_path))
     assert re.findall(r"\d+ (?:passed|skipped)", output) == ["5 passed"]
 
 
