@@ -35,8 +35,9 @@ def registry(tmp_path, monkeypatch):
             """
             from typing import Literal
             from pydantic import model_validator
-            from roll_core.spec.config import (InferWorkerConfig, PositiveInt, RewardConfig, RunConfig, StrategyConfig,
-                                               TrainWorkerConfig)
+            from roll_core.spec.config import PositiveInt, StrategyConfig
+            from roll_core.spec.run_config import RunConfig
+            from roll_core.spec.worker_config import InferWorkerConfig, RewardConfig, TrainWorkerConfig
 
             class EngineConfig(StrategyConfig):
                 tensor_parallel_size: PositiveInt = 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, create_model
 
-from roll_core.spec.config import PositiveInt  # noqa: TC001 - pydantic reads the annotations
+from roll_core.spec.config import PositiveInt
 from roll_infer_sglang.arguments import PASSED_ON, REJECTED
 from roll_modeling.engine_config import EngineConfig
 from roll_modeling.model_table import has_experts, num_experts, sliding_window

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
-from roll_core.spec.config import PositiveInt, WeightFormat  # noqa: TC001 - pydantic reads the annotations
+from roll_core.spec.config import PositiveInt, WeightFormat
 from roll_core.spec.fp8 import BLOCK
 from roll_infer_vllm.arguments import PASSED_ON, QUANTIZATION, REJECTED
 from roll_modeling.engine_config import EngineConfig

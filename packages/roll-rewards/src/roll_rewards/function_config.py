@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from roll_core.spec.config import PositiveInt, RewardConfig
+from roll_core.spec.config import PositiveInt
+from roll_core.spec.worker_config import RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -6,14 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from roll_core.spec.config import (
-    InferWorkerConfig,
-    PositiveInt,
-    RewardConfig,
-    RunConfig,
-    StrategyConfig,
-    TrainWorkerConfig,
-)
+from roll_core.spec.config import PositiveInt, StrategyConfig
+from roll_core.spec.run_config import RunConfig
+from roll_core.spec.worker_config import InferWorkerConfig, RewardConfig, TrainWorkerConfig
 
 
 class AcmeConfig(StrategyConfig):

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from roll_core.spec.config import InferWorkerConfig, PositiveInt, RewardRunConfig, TrainWorkerConfig
+from roll_core.spec.config import PositiveInt
+from roll_core.spec.run_config import RewardRunConfig
+from roll_core.spec.worker_config import InferWorkerConfig, TrainWorkerConfig
 
 
 class AcmePipelineConfig(RewardRunConfig):

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from roll_core.spec.config import NonNegativeFloat, RewardConfig
+from roll_core.spec.config import NonNegativeFloat
+from roll_core.spec.worker_config import RewardConfig
 
 
 class AcmeRewardConfig(RewardConfig):
