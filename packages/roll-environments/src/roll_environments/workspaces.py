@@ -222,7 +222,7 @@ def _run(command: Sequence[str], timeout_s: float, stdin: bytes, max_bytes: int)
                 return Finished(process.wait(timeout=max(0.1, deadline - time.monotonic())), bytes(output))
             output += part[: max_bytes - len(output)]
     except subprocess.TimeoutExpired:
-        pass
+        return Finished(None, bytes(output))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

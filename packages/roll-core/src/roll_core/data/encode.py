@@ -542,7 +542,7 @@ class SFTEncoder:
         return TrainSequence(id=row.id, tokens=tokens, media=media_of(messages), loss_mask=mask)
 
 
-class StreamedSequences:
+class EncodedSequences:
     """Training sequences of rows that stay on the disk. Raises `DataError`, also if as many rows as there are were read
     and all were dropped."""
 

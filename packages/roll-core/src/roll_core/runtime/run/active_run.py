@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from typing_extensions import override
 
-from roll_core.data.encode import SFTEncoder, StreamedSequences, encode_prompts, encode_sft
+from roll_core.data.encode import EncodedSequences, SFTEncoder, encode_prompts, encode_sft
 from roll_core.data.rows import file_names, read_rows
 from roll_core.errors import DataError, PluginError, RollError
 from roll_core.plugins.targets import load_target, schema_of
@@ -359,7 +359,7 @@ class ActiveRun(Run):
     @override
     def streamed_sequences(
         self, data: DataArguments, *, overlong: Literal["drop", "truncate"] = "drop", on_prompt: bool = False
-    ) -> StreamedSequences:
+    ) -> EncodedSequences:
         encoder = SFTEncoder(
             data,
             self.tokenizer,
@@ -368,7 +368,7 @@ class ActiveRun(Run):
             overlong=overlong,
             on_prompt=on_prompt,
         )
-        return StreamedSequences(self._data.streamed(data), encoder)
+        return EncodedSequences(self._data.streamed(data), encoder)
 
     @override
     def rows(self, data: DataArguments) -> Rows:
