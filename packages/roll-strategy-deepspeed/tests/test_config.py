@@ -54,6 +54,8 @@ FILE = {
     "recompute_granularity": "full",
     "activation_offloading": True,
     "torch_compile": False,
+    "moe_aux_loss_coeff": 0.001,
+    "moe_z_loss_coeff": 0.001,
     "fused": False,
 }
 """Every key, set to what is not its default where there is another that stage 3 allows."""

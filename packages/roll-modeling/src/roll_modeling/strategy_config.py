@@ -87,9 +87,9 @@ class HuggingFaceConfig(StrategyConfig):
 
     @override
     def check_model(self, keys: Mapping[str, Any]) -> None:
-        from roll_modeling.routing import check_routers
-
         if key := self.router_loss:
+            from roll_modeling.routing import check_routers
+
             check_routers(keys, key)
 
     @override
