@@ -16,10 +16,12 @@ from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_infer_sglang.config import SglangConfig
 from roll_modeling.lora import add_adapters
 from roll_modeling.model import load_model
+from roll_modeling.portable_state import router_buffers
 from roll_testing.errors import raises_error
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from shared_tests.live_engine import Live, request
 from shared_tests.loaded_engine import CLOSE, PROMPT, digests
+from shared_tests.tiny_models import tiny_config
 
 pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(900)]
 
@@ -77,6 +79,9 @@ MODELS = {
 }
 FILE_KEYS = {"deepseek_v2": {"topk_method": "group_limited_greedy"}}
 """Keys of the published configs."""
+ROUTER_BIASES = {"glm4_moe": (1,), "dots1": (1,), "solar_open": (0, 1)}
+"""Mixtures with correction biases, and their layers with experts. SGLang has a model of the first, and computes the
+others with its Transformers backend."""
 CLOSE_ROUNDED = 1e-3
 """Bound on the difference of logprobs in fp32 if attention sinks are rounded to bf16."""
 CONFIG = {"max_total_tokens": 2048, "max_running_requests": 16, "bucket_mib": 1}
@@ -85,7 +90,11 @@ CONFIG = {"max_total_tokens": 2048, "max_running_requests": 16, "bucket_mib": 1}
 def mixture(kind, folder):
     """A small model with random weights."""
     dtype = "bf16" if kind == "gpt_oss" else "fp32"  # SGLang stores its sinks in bf16
-    spec = ModelSpec(random_init={"model_type": kind, **SIZES, **MODELS[kind]}, seed=1, dtype=dtype)
+    if kind in MODELS:
+        keys = {"model_type": kind, **SIZES, **MODELS[kind]}
+    else:
+        keys = {**tiny_config(kind), "vocab_size": 100, "pad_token_id": 0, "n_routed_experts": 8}
+    spec = ModelSpec(random_init=keys, seed=1, dtype=dtype)
     if kind not in FILE_KEYS:
         return spec
     load_model(spec).save_pretrained(folder)
@@ -120,6 +129,17 @@ FAULTS = {
 """Faults of `cpu/expert_faults.py`, and the tensors that differ then. Without one, none does."""
 
 
+def check_fault(live, fault, name, layers):
+    """The digests of the experts of these layers show it, and no others."""
+    live.step()
+    fault.write_text(name)
+    manifest, receipt = live.publish()
+    fault.write_text("")
+    expected = digests(manifest)
+    differing = {each for each in expected if receipt.digests[each] != expected[each]}
+    assert differing == {f"model.layers.{layer}.mlp.experts.{each}" for layer in layers for each in FAULTS[name]}
+
+
 class TestMixture:
     """One engine for all: a Qwen2-MoE, whose layers have routed experts and a shared one, with gates."""
 
@@ -140,13 +160,7 @@ class TestMixture:
 
     @pytest.mark.parametrize("name", FAULTS)
     def test_a_fault_shows_in_the_digests_of_its_tensors(self, live, fault, name):
-        live.step()
-        fault.write_text(name)
-        manifest, receipt = live.publish()
-        fault.write_text("")
-        expected = digests(manifest)
-        differing = {each for each in expected if receipt.digests[each] != expected[each]}
-        assert differing == {f"model.layers.{layer}.mlp.experts.{each}" for layer in (0, 1) for each in FAULTS[name]}
+        check_fault(live, fault, name, layers=(0, 1))
 
     def test_responses_continue_under_new_experts(self, live):
         live.publish()
@@ -203,6 +217,27 @@ def test_other_architectures_are_read_back_and_computed(kind, tmp_path):
             manifest, receipt = live.publish()
             assert dict(receipt.digests) == digests(manifest)
             check(live)
+    finally:
+        live.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ROUTER_BIASES)
+def test_faults_and_missing_biases_are_found(kind, tmp_path):
+    fault = tmp_path / "fault"
+    fault.write_text("")
+    with stood_in(SGLANG_TEST_FAULT=str(fault)):
+        live = start(mixture(kind, tmp_path))
+    try:
+        for name in FAULTS:
+            check_fault(live, fault, name, ROUTER_BIASES[kind])
+        tensors = [*live.model.named_parameters(), *router_buffers(live.model)]
+        for layer in ROUTER_BIASES[kind]:
+            bias = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+            with raises_error(MissingTensorError, bias):
+                live.publish([each for each in tensors if each[0] != bias])
+        live.publish()
+        check(live)
     finally:
         live.close()
 
