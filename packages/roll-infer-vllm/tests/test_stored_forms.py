@@ -61,6 +61,18 @@ def test_a_decay_is_what_was_sent_unless_it_differs(stale, monkeypatch):
     assert torch.equal(read, sent) is not stale
 
 
+def test_copies_of_ranks_are_read_where_they_are_equal(monkeypatch):
+    from roll_infer_vllm import loaded_model
+
+    local = torch.tensor([[0.5, -0.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    ranks = torch.stack([local, local])
+    monkeypatch.setattr(loaded_model, "_all_gathered", lambda tensor, dim: ranks)
+    read = loaded_model._equal_copies(local)
+    assert torch.equal(read.view(torch.int16), local.view(torch.int16))
+    ranks[1, 1, 0] = 3.5
+    assert loaded_model._equal_copies(local).isnan().tolist() == [[False, False], [True, False]]
+
+
 def test_vllm_still_rounds_parameters_of_xielu():
     """When this fails, `workarounds.store_activations_in_dtype_of_model` is no longer needed."""
     from vllm.config import VllmConfig, set_current_vllm_config

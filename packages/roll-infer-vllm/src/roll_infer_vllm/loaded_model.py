@@ -39,7 +39,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -101,6 +101,8 @@ class VllmTensor(LoadedTensor):
     """Rows over all ranks of the parts of a fused matrix that precede this tensor."""
     parts: tuple[int, ...] = ()
     """Rows of the tensor over all ranks, in parts that are sharded one by one; empty if it is not fused."""
+    copied: tuple[int, ...] = ()
+    """Positions in `parts` of parts that every rank has in full."""
     shape_sent: tuple[int, ...] = ()
     """Shape of Hugging Face's tensor if it differs."""
 
@@ -133,7 +135,7 @@ class VllmModel(LoadedModel):
         self._model = model
         self._packed = _packed_modules(model)
         config: Any = model.config
-        self._model_type: str = config.model_type
+        self.model_type: str = config.model_type
         self.device, self.rank = device, get_tensor_model_parallel_rank()
         self.dtype = next(model.parameters()).dtype
         heads = [
@@ -172,7 +174,7 @@ class VllmModel(LoadedModel):
         loaded = self._tensor(path, parameter, index)
         if MOE_STATICS in name and isinstance(loaded, VllmTensor):
             return replace(loaded, shape_sent=(1, *loaded.shape))
-        return TransposedTensor.located(name, self._model_type, loaded)
+        return TransposedTensor.located(name, self.model_type, loaded)
 
     @override
     def located(self) -> Iterator[tuple[str, LoadedTensor]]:
@@ -201,7 +203,7 @@ class VllmModel(LoadedModel):
         stored: Any = loaded.of if isinstance(loaded, TransposedTensor) else loaded
         if isinstance(stored, FusedTensor):
             parts = [self._whole(member) for member in stored.members]
-            full = _grouped(stored.module, parts) if self._model_type in GROUPED else torch.cat(parts)
+            full = _grouped(stored.module, parts) if self.model_type in GROUPED else torch.cat(parts)
         else:
             full = self._whole(stored)
         if isinstance(loaded, TransposedTensor):
@@ -227,9 +229,17 @@ class VllmModel(LoadedModel):
             local = _as_absorbed(self._latent[id(module)], local)
         if loaded.parts:
             height = BLOCK if loaded.parameter == SCALE else 1
-            sizes = [-(-size // module.tp_size // height) for size in (*loaded.before, *loaded.parts)]
+            sizes = [
+                -(-size // (1 if i in loaded.copied else module.tp_size) // height)
+                for i, size in enumerate((*loaded.before, *loaded.parts), -len(loaded.before))
+            ]
             parts = local[: sum(sizes)].split(sizes)[len(loaded.before) :]
-            full = torch.cat([_gathered(module, loaded, part) for part in parts])
+            full = torch.cat(
+                [
+                    _equal_copies(part) if i in loaded.copied else _gathered(module, loaded, part)
+                    for i, part in enumerate(parts)
+                ]
+            )
         else:
             full = _gathered(module, loaded, local)
         if isinstance(module, LinearBase) and loaded.parameter == "bias":
@@ -273,6 +283,7 @@ class VllmModel(LoadedModel):
         module = self._module(path)
         before: tuple[int, ...] = ()
         parts: tuple[int, ...] = ()
+        copied: tuple[int, ...] = ()
         if index is not None:
             outputs = module.output_sizes
             members = self._packed[path.rpartition(".")[2]]
@@ -280,10 +291,17 @@ class VllmModel(LoadedModel):
             several = len(outputs) - len(members)
             start = 0 if index == 0 else index + several
             before, parts = tuple(outputs[:start]), tuple(outputs[start : index + several + 1])
-        elif path.endswith(".conv1d"):
+        elif path.endswith((".conv1d", ".in_proj")):
             mixer = self._module(path.rpartition(".")[0])
-            if isinstance(mixer, GatedDeltaNetAttention):
+            if isinstance(mixer, GatedDeltaNetAttention) and path.endswith(".conv1d"):
                 parts = (mixer.key_dim, mixer.key_dim, mixer.value_dim)
+            elif isinstance(mixer, MambaMixer2) and not isinstance(module, MergedColumnParallelLinear):
+                # One group for all heads: every rank has it.
+                inner, state = mixer.intermediate_size, mixer.ssm_state_size
+                if path.endswith(".conv1d"):
+                    parts, copied = (inner, state, state), (1, 2)
+                else:
+                    parts, copied = (inner, inner, state, state, mixer.num_heads), (2, 3)
         if index is None and not parts and isinstance(module, MergedColumnParallelLinear | QKVParallelLinear):
             outputs = tuple(module.output_sizes)
             tensors = [
@@ -291,7 +309,7 @@ class VllmModel(LoadedModel):
                 for i, size in enumerate(outputs)
             ]
             return FusedTensor(module=module, parameter=parameter, members=tuple(tensors))
-        return VllmTensor(module=module, parameter=parameter, index=index, before=before, parts=parts)
+        return VllmTensor(module=module, parameter=parameter, index=index, before=before, parts=parts, copied=copied)
 
     def _find(self, name: str) -> tuple[str, int | None]:
         """Path of the module that has the parameter of this name, and its position if it is fused with others."""
@@ -472,6 +490,8 @@ def _row_shards(module: Any, parameter: str) -> int:
     """Number of different shards of rows of a parameter that is no linear layer's."""
     if isinstance(module, MiniMaxText01RMSNormTP):
         return int(module.weight_shard_world)
+    if isinstance(module, Mixer2RMSNormGated):
+        return int(module.tp_size)
     return get_tensor_model_parallel_world_size() if parameter in SHARDED else 1
 
 
@@ -494,6 +514,12 @@ def _gathered(module: Any, loaded: VllmTensor, local: Tensor) -> Tensor:
         replicas = rows.reshape(-1, module.num_kv_head_replicas, *local.shape)
         rows = replicas[:, 0].flatten(0, 1)
     return rows
+
+
+def _equal_copies(local: Tensor) -> Tensor:
+    """The tensor that all ranks have; NaN where theirs differ."""
+    copies = _all_gathered(local.contiguous()[None], 0)
+    return torch.where((copies == copies[0]).all(0), copies[0], torch.nan)
 
 
 def _all_gathered(local: Tensor, dim: int) -> Tensor:

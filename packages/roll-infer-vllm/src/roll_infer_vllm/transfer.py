@@ -113,7 +113,7 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
                 if isinstance(target := loaded.locate(name), ExpertsTensor):
                     experts.load(target, tensor.to(self.device))
                 continue
-            if name.endswith(".sinks"):
+            if name.endswith(".sinks") and loaded.model_type == "gpt_oss":
                 load_sinks(loaded.locate(name), tensor.to(self.device))
                 continue
             if name.endswith(ROUTER_BUFFER) and isinstance(target := loaded.locate(name), LoadedTensor):
