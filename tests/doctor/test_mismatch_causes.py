@@ -184,8 +184,8 @@ def nucleus(scaled, top_p=0.8):
     return scaled.masked_fill(torch.zeros_like(out).scatter(1, ordered.indices, out), -torch.inf).log_softmax(-1)
 
 
-def top_five(scaled):
-    return scaled.masked_fill(scaled < scaled.topk(5).values[:, -1:], -torch.inf).log_softmax(-1)
+def best(scaled, number=5):
+    return scaled.masked_fill(scaled < scaled.topk(number).values[:, -1:], -torch.inf).log_softmax(-1)
 
 
 def around(owner, name, change):
@@ -209,6 +209,25 @@ def bf16_head(original, self, hidden, *, record=True):
         self._record("model", norm=normed)
         self._record("", lm_head=logits)
     return logits
+
+
+def bf16_weights_of_head(original, self):
+    """The head's products are float32, its weights not."""
+    original(self)
+    weight = low(self._model.lm_head.weight.detach())
+    self._head = lambda hidden: F.linear(hidden, weight)
+
+
+def bf16_variance(original, self, x, epsilon):
+    square = (x.bfloat16() ** 2).mean(-1, keepdim=True)
+    return (square + epsilon.bfloat16()).rsqrt().float()
+
+
+def bf16_products(self, cos, sin):
+    """Products of position and frequency are rounded, cosines and sines are not."""
+    frequencies = self._model.model.rotary_emb.inv_freq.bfloat16()
+    angles = (torch.arange(len(cos)).bfloat16()[:, None, None] * frequencies).float()
+    return angles.cos().repeat(1, 1, 2), torch.cat([-angles.sin(), angles.sin()], -1)
 
 
 def kv_rounded(dtype):
@@ -345,12 +364,29 @@ def decoding(original, self, index, query, width, bias):
 
 def positions(original, self, tokens):
     """Positions of generated tokens are too large by 3."""
-    rope = self._rope
-    self._rope = lambda places: rope(places + 3)
+    return with_places(self, lambda places: places + 3, original, tokens)
+
+
+def later_positions(original, self, chunks):
+    """Positions of later chunks are too large by 3."""
+    if not any(chunk.begin > chunk.prompt.donated for chunk in chunks):
+        return original(self, chunks)
+    return with_places(self, lambda places: places + 3 * (places >= 12), original, chunks)
+
+
+def counted_through(original, self, chunks):
+    """Positions of a prefill of many prompts do not begin anew at each."""
+    return with_places(self, lambda places: torch.arange(len(places)) + places[0], original, chunks)
+
+
+def with_places(decoder, change, original, *args):
+    """A call during which positions are other ones."""
+    rope = decoder._rope
+    decoder._rope = lambda places: rope(change(places))
     try:
-        return original(self, tokens)
+        return original(decoder, *args)
     finally:
-        del self._rope
+        del decoder._rope
 
 
 def chunked(patch):
@@ -390,6 +426,13 @@ def wrong_scaling(model):
         layer.self_attn.scaling *= 1.4
 
 
+def trainer_tied_head(model):
+    """The trainer exports a head that it does not use."""
+    embedding = model.get_input_embeddings().weight
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] @ embedding.T,))
+    model.lm_head.forward = lambda logits: logits
+
+
 def packed_leak(original, self, micro, want, host=None):
     outputs = original(self, micro, want, host)
     if len(micro.lengths) > 1:
@@ -416,10 +459,12 @@ class Replaced:
         return getattr(self.module, name)
 
 
-def softmax_in(dtype):
-    """Both of the engine's ways to attend."""
+def softmax_in(dtype, *, probabilities=False):
+    """Both of the engine's ways to attend: in a dtype, or float32 whose `probabilities` alone are rounded."""
 
     def softmax(scores, dim):
+        if probabilities:
+            return low(torch.softmax(scores, dim), dtype)
         return torch.softmax(scores.to(dtype), dim).to(scores.dtype)
 
     def attend(query, key, value, attn_mask=None, is_causal=False, scale=None, **_):
@@ -544,6 +589,13 @@ def text_positions(patch):
     around(ModuleRunner, "prefill", prefilled)(patch)
 
 
+def unshifted(original, self, cohort, *args):
+    """Generated tokens after images have the positions of text."""
+    inputs = original(self, cohort, *args)
+    cohort.shifts_AN1 = torch.zeros_like(cohort.shifts_AN1)
+    return inputs
+
+
 def other_head(original, self):
     """The trainer exports another head than it computes with."""
     return ((name, tensor * (0.9 if name.startswith("lm_head") else 1)) for name, tensor in original(self))
@@ -594,6 +646,12 @@ def hidden_top_p(patch):
     sampled_logprobs(nucleus, needs_shaped=True)(patch)
 
 
+def hidden_top_k(patch):
+    """The engine samples with a top-k that the config does not have."""
+    before_generate(lambda request: replace(request, params=replace(request.params, top_k=23)))(patch)
+    sampled_logprobs(partial(best, number=23), needs_shaped=True)(patch)
+
+
 def first_logprobs(patch):
     """The logprob of the first sampled token is too small."""
     generate = HFInferStrategy.generate
@@ -629,7 +687,7 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     ),
     "other temperature": ("sampling.temperature", temperature_of(0.85), {}),
     "top-p logprobs": ("sampling.processed_logprobs", sampled_logprobs(nucleus, needs_shaped=True), {"top_p": 0.8}),
-    "top-k logprobs": ("sampling.processed_logprobs", sampled_logprobs(top_five, needs_shaped=True), {"top_k": 5}),
+    "top-k logprobs": ("sampling.processed_logprobs", sampled_logprobs(best, needs_shaped=True), {"top_k": 5}),
     "logprobs in bf16": ("arithmetic.logprobs", sampled_logprobs(lambda x: x.bfloat16().log_softmax(-1)), {}),
     "rope theta key": (
         "model.rope",
@@ -649,11 +707,15 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         around(Decoder, "_norm", lambda original, self, x, w: low(original(self, low(x), low(w)))),
         {},
     ),
+    "bf16 weights of the head": ("arithmetic.head", around(Decoder, "refresh", bf16_weights_of_head), {}),
+    "bf16 variance": ("arithmetic.norm", around(Decoder, "_inverse_rms", bf16_variance), {}),
+    "bf16 products of rope": ("arithmetic.rope", rope_tables(bf16_products), {}),
     "bf16 rope": ("arithmetic.rope", rope_tables(lambda self, cos, sin: (low(cos), low(sin))), {}),
     "bf16 keys": ("arithmetic.kv_dtype", kv_rounded(torch.bfloat16), {}),
     "fp8 keys": ("arithmetic.kv_dtype", kv_rounded(torch.float8_e4m3fn), {"model": "llama"}),
     "prefix cache": ("engine.prefix_cache", around(Decoder, "_attend_chunks", donated), {}),
     "moved prefix": ("engine.prefix_cache", around(Decoder, "_attend_chunks", moved_prefix), {}),
+    "positions of a batch": ("engine.batch", around(Decoder, "prefill", counted_through), {}),
     "batch": ("engine.batch", around(Decoder, "decode", in_batches), {}),
     "decoding": ("engine.decode", around(Decoder, "_attend_rows", decoding), {}),
     "trainer's temperature": (
@@ -663,6 +725,7 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     ),
     "trainer's epsilon": ("model.norm_epsilon", trainer_model(wrong_epsilon), {}),
     "trainer's scale": ("model.attention_scale", trainer_model(wrong_scaling), {"model": "llama"}),
+    "trainer's tied head": ("model.tied_head", trainer_model(trainer_tied_head), {}),
     "trainer's packing": ("trainer.packing", around(TaskModel, "outputs", packed_leak), {}),
     "sharded trainer's epsilon": (
         "model.norm_epsilon",
@@ -679,6 +742,11 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         chunked,
         {"config": {"max_num_batched_tokens": 12}},
     ),
+    "positions of chunks": (
+        "engine.max_num_batched_tokens",
+        around(Decoder, "prefill", later_positions),
+        {"config": {"max_num_batched_tokens": 12}},
+    ),
     "positions": ("inputs.positions", around(Decoder, "decode", positions), {}),
     "window off by one": ("model.sliding_window", hidden(sliding_window=11), {"model": "mistral"}),
     "ignored window": ("model.sliding_window", hidden(sliding_window=None), {"model": "mistral"}),
@@ -691,6 +759,7 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "cap of logits": ("model.logit_softcap", hidden(final_logit_softcapping=4.0), {"model": "gemma2"}),
     "cap of scores": ("model.attention_softcap", hidden(attn_logit_softcapping=2.0), {"model": "gemma2"}),
     "bf16 softmax": ("arithmetic.softmax", softmax_in(torch.bfloat16), {}),
+    "bf16 probabilities": ("arithmetic.softmax", softmax_in(torch.bfloat16, probabilities=True), {}),
     "bf16 router": ("arithmetic.router", gates(bf16_gate), {"model": "mixture"}),
     "other experts": ("model.router_replay", gates(third_gate), {"model": "mixture"}),
     "fp8 blocks": ("weights.rounded", layers(fp8_blocks), {}),
@@ -710,11 +779,24 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "top-p that no key names": ("sampling.top_p", hidden_top_p, {}),
     "first token": ("tokens.first", first_logprobs, {}),
     "experts' norm": ("arithmetic.router", hidden(norm_topk_prob=False), {"model": "mixture"}),
+    "one expert": ("arithmetic.router", hidden(num_experts_per_tok=1), {"model": "mixture"}),
+    "top-k that no key names": ("sampling.top_k", hidden_top_k, {}),
+    "unknown ids": ("inputs.template", prompt_of(lambda ids: np.where(ids >= 45, 3, ids)), {}),
+    "positions after images": (
+        "inputs.image_positions",
+        around(ModuleRunner, "_image_inputs", unshifted),
+        {"model": "images"},
+    ),
     "image positions": ("inputs.image_positions", text_positions, {"model": "images"}),
 }
 
 
 SLOW = {
+    "bf16 probabilities",
+    "positions of chunks",
+    "positions after images",
+    "one expert",
+    "unknown ids",
     "black images",
     "lighter images",
     "image encoder",

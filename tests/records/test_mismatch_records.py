@@ -82,6 +82,26 @@ def with_token(plain, token):
     return replace(plain, rows=tuple(rows))
 
 
+def with_image_in_prompt(plain):
+    """Every third row's prompt begins with an image."""
+    rows = []
+    for index, row in enumerate(plain.rows):
+        tokens = row.tokens.copy()
+        tokens[:3] = [IMAGE] * 3 if index % 3 == 1 else tokens[:3]
+        rows.append(replace(row, tokens=tokens))
+    return replace(plain, rows=tuple(rows))
+
+
+def drifting(plain, size=0.1):
+    """The gap after an image grows with each token."""
+    rows = []
+    for row in plain.rows:
+        distance = np.cumsum(after(row, IMAGE) & row.sampled)
+        moved = row.engine - (size * distance * row.sampled).astype(np.float32)
+        rows.append(replace(row, engine=moved))
+    return replace(plain, rows=tuple(rows))
+
+
 def begin(row):
     return int(row.sampled.argmax())
 
@@ -159,6 +179,7 @@ PLANTED = {
         "tokens.after_image",
         lambda: shifted(with_token(batch(), IMAGE), lambda row: after(row, IMAGE)),
     ),
+    "an image in the prompt": ("tokens.after_image", lambda: drifting(with_image_in_prompt(batch()))),
     "a window": ("tokens.window", lambda: shifted(batch(), lambda row: place(row) >= 18)),
     "long prompts": ("inputs.truncation", lambda: shifted(batch(), lambda row: place(row) * 0 + begin(row) >= 14)),
     "raw logprobs": ("sampling.temperature", lambda: batch(temperature=0.7, engine=lambda logits, _: logits)),

@@ -27,6 +27,8 @@ REFINEMENTS = 12
 FIXES = {
     **records.FIXES,
     "sampling.top_p": "actor_infer.generating_args.top_p: 1",
+    "sampling.top_k": "actor_infer.generating_args.top_k: 0",
+    "sampling.min_p": "actor_infer.generating_args.min_p: 0",
     "inputs.special_tokens": "prompts that begin with the special token once: the template, or add_special_tokens",
     "inputs.template": "data.template, or the engine's own: both sides get the same token ids",
     "inputs.images": "the images and the encoder of both sides: processor, dtype, order",
@@ -88,6 +90,11 @@ def compute_in(kind: str) -> Callable[[Edits, Any], Edits]:
     return lambda edits, dtype: replace(edits, computed_in={**edits.computed_in, kind: dtype})
 
 
+def filtered_by(name: str) -> Callable[[Edits, Any], Edits]:
+    """An edit that filters tokens before the logprobs are computed."""
+    return lambda edits, value: replace(edits, filters={**edits.filters, name: value})
+
+
 def with_weights(edits: Edits, weights: Mapping[str, Tensor]) -> Edits:
     """Other values of some weights."""
     return replace(edits, weights={**edits.weights, **weights})
@@ -121,7 +128,9 @@ def experiments(
     rows: list[tuple[Any, ...]] = [
         ("sampling.temperature", "logits", (1.0, *_grid(temperature / 4, 4 * temperature, 9)), "temperature", True),
         ("sampling.processed_logprobs", "logits", (True,), "processed"),
-        ("sampling.top_p", "logits", (0.5, 0.7, 0.8, 0.9, 0.95, 0.99), "top_p", True),
+        ("sampling.top_p", "logits", (0.5, 0.7, 0.8, 0.9, 0.95, 0.99), filtered_by("top_p"), True),
+        ("sampling.top_k", "logits", (1, 2, 5, 10, 20, 50, 100, 200), filtered_by("top_k"), True),
+        ("sampling.min_p", "logits", _grid(0.005, 0.5, 8), filtered_by("min_p"), True),
         ("sampling.repetition_penalty", "logits", _grid(0.5, 2, 8), "penalty", True),
         ("inputs.shift", "logits", (1, -1), "shift"),
         ("model.logit_softcap", "logits", (*_grid(2, 64, 8), 1e6), "softcap", True),
@@ -130,9 +139,11 @@ def experiments(
         ("arithmetic.norm", "norm", LOW, compute_in("norm")),
         ("arithmetic.rope", attention, LOW, compute_in("rope")),
         ("arithmetic.rope", attention, LOW, compute_in("angles")),
+        ("arithmetic.rope", attention, LOW, compute_in("products")),
         ("arithmetic.router", "router", LOW, compute_in("router")),
-        ("arithmetic.softmax", "attention", LOW, "softmax"),
-        ("arithmetic.kv_dtype", "attention", (*LOW, FP8), "kv"),
+        ("arithmetic.softmax", "attention", LOW, compute_in("softmax")),
+        ("arithmetic.softmax", "attention", LOW, compute_in("probabilities")),
+        ("arithmetic.kv_dtype", "attention", (*LOW, FP8), compute_in("kv")),
         ("arithmetic.linear", "linear", LOW, compute_in("linear")),
         ("arithmetic.dtype", "any", LOW, compute_in("all")),
         ("weights.rounded", "any", FORMATS, "rounded"),
@@ -152,7 +163,7 @@ def experiments(
         rows.append(("model.attention_softcap", "attention", (*_grid(2, 128, 9), 1e6), "attention_softcap", True))
     if reference.image_tokens:
         rows.append(("inputs.image_pixels", "any", ("zeros", "black", "white", "reversed"), "pixels"))
-        rows.append(("inputs.image_positions", "any", (True,), "text_positions"))
+        rows.append(("inputs.image_positions", "any", ("all", "response"), "text_positions"))
     if old := reference.initial:
         rows.append(("weights.stale", "any", (old,), with_weights))
         if adapters:

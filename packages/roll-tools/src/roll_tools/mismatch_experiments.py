@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from roll_core.errors import WeightSyncError
+from roll_core.errors import DataError, WeightSyncError
 from roll_core.runtime.records.mismatch import Cause, Diagnosis, LogprobBatch, LogprobRow
 from roll_modeling.model import empty_model
 from roll_modeling.model_table import has_experts
@@ -246,6 +246,9 @@ class Examination:
         replaying = Trainer(on[0], self.pair.device)
         try:
             replayed = await self._measure_part(on[1], replaying)
+        except DataError as error:  # another number of experts
+            self.notes.append(f"router replay: {error}")
+            return
         finally:
             replaying.strategy.close()
         if {cause.name for cause in self.causes} <= self.located and replayed.gap < measured.gap / 2:
@@ -447,6 +450,9 @@ class Examination:
             name, evidence, fix = "inputs.images", "prompts without their images have no gap", ""
         elif on_engine and not layer and not decoded and (key := await self._try_without_keys(deviation, left)):
             name, after, evidence, fix = key
+        elif on_engine and not layer and not decoded and (ids := await self._foreign_tokens(deviation)):
+            told = f"prompt logprobs of the engine begin to differ at tokens {', '.join(map(str, sorted(ids)[:8]))}"
+            name, evidence, fix = "inputs.template", f"{told}; none of them occurs before a gap", ""
         elif not layer and (cause := self._which_tokens(deviation)) is not None:
             name, after, evidence, fix = cause.name, cause.after, cause.evidence, cause.fix
         elif decoded:
@@ -472,6 +478,20 @@ class Examination:
                 where = f"{part.key}.strategy_args.strategy_config.{key}"
                 return f"engine.{key}", after, f"an engine without {where}: {value}", f"remove {where}"
         return None
+
+    async def _foreign_tokens(self, deviation: Deviation) -> set[int]:
+        """Ids that the engine replaces: its gap begins at one of them in each prompt, and no token before is one."""
+        sequences = [replace(one, begin=1) for one in deviation.scored[0]] if deviation.scored else []
+        values = await deviation.side.prefill(sequences)
+        expected = self.reference.logprobs(sequences, AT_ONE, deviation.edits)
+        begins, equal = set[int](), set[int]()
+        for one, ours, others in zip(sequences, values, expected, strict=True):
+            differs = np.flatnonzero(np.abs(ours - others) > 10 * self.noise)
+            first = 1 + int(differs[0]) if len(differs) else len(one.tokens)
+            if first > 1:  # the gap of token 1 may be that of token 0
+                equal.update(one.tokens[:first].tolist())
+                begins.update(one.tokens[first : first + 1].tolist())
+        return set() if begins & equal else begins
 
     def _which_tokens(self, deviation: Deviation) -> Cause | None:
         """The set of tokens that has most of the gap, as records of a run show it."""

@@ -14,6 +14,7 @@ import re
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,9 +90,9 @@ class Edits:
     offset: int = 0
     """Added to every position."""
     computed_in: dict[str, torch.dtype] = field(default_factory=dict)
-    """Dtype in which the modules of a kind compute; `all` is the whole model."""
-    kv: torch.dtype | None = None
-    softmax: torch.dtype | None = None
+    """Dtype in which the modules of a kind compute, or of another part: `all` is the whole model. Parts are the keys
+    and values `kv`, the `softmax` of attention, its `probabilities` alone, rope's `angles` from frequencies in the
+    dtype, rope's `products` of position and frequency, and `logprobs`."""
     window: int | None = None
     """Tokens to which each token attends, in layers with a window, or in all if no layer has one."""
     scale: float = 1.0
@@ -109,21 +110,22 @@ class Edits:
     attention_softcap: float | None = None
     pixels: str = ""
     """Other pixels of images: `zeros` after the processor, `black`, `white`, or `reversed` images."""
-    text_positions: bool = False
-    """Image tokens have positions as text has."""
+    text_positions: str = ""
+    """Positions that count tokens, as those of text: of `all` tokens, or of the `response` after images."""
     temperature: float | None = None
     """Temperature of the logprobs, instead of that of the run."""
     softcap: float = 0.0
     processed: bool = False
     """Logprobs after penalty, top-k, top-p and min-p."""
-    top_p: float = 1.0
+    filters: dict[str, float] = field(default_factory=dict)
+    """Other values of top-k, top-p and min-p, after which the logprobs are computed."""
     penalty: float = 1.0
     shift: int = 0
     """Tokens by which logprobs are late."""
 
     def model_key(self) -> str:
         """Equal for edits with equal logits."""
-        ours = ("temperature", "processed", "top_p", "penalty", "shift", "weights")
+        ours = ("temperature", "processed", "filters", "penalty", "shift", "weights")
         parts = {name: getattr(self, name) for name in self.__slots__ if name not in ours}
         return repr(parts) + repr({name: id(tensor) for name, tensor in self.weights.items()})
 
@@ -149,15 +151,14 @@ class Reference:
         self.base = float(_rope_base(self.model.config))
         self.edits_attention = _use_attention(self.model)
         """False if the architecture has an attention of its own, which edits do not reach."""
-        reader = image_reader(self.model, plain)
-        self._processor: Any = None if reader is None else reader.processor
+        self._reader: Any = image_reader(self.model, plain)
         self._has_windows = any(getattr(module, "sliding_window", None) for module in self.model.modules())
         self._cached: dict[tuple[Any, ...], list[Tensor]] = {}
 
     @property
     def image_tokens(self) -> tuple[int, ...]:
         """Ids that stand for images; empty if the model has no image encoder, or no processor."""
-        return () if self._processor is None else (self._processor.image_token_id,)
+        return () if self._reader is None else (self._reader.processor.image_token_id,)
 
     def tied_head(self) -> dict[str, Tensor]:
         """The embedding as head, by the head's name; empty if it is already, or cannot be."""
@@ -230,10 +231,14 @@ class Reference:
         inputs = {"input_ids": tokens, "attention_mask": torch.arange(width) < torch.tensor(spans)[:, 1:]}
         if media := sequences[0].media:
             inputs |= self._images(tokens, media, edits.pixels)
-        if not media or edits.text_positions:
-            begins = torch.tensor(spans)[:, :1]
+        begins = torch.tensor(spans)[:, :1]
+        if not media or edits.text_positions == "all":
             moved = positions - begins if edits.restarted else positions + edits.jump
             inputs["position_ids"] = torch.where(positions >= begins, moved, positions)
+        elif edits.text_positions:
+            of_images = self._reader.read(tokens[0], [width], (media,), ("",)).positions_AT
+            if of_images is not None:
+                inputs["position_ids"] = torch.where(positions >= begins, positions, of_images.cpu()[:, None])
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}, spans
 
     def _images(self, tokens: Tensor, media: tuple[Media, ...], pixels: str) -> dict[str, Tensor]:
@@ -242,10 +247,10 @@ class Reference:
             media = media[::-1]
         if pixels in ("black", "white"):
             media = tuple(_plain_image(image, pixels) for image in media)
-        arrays = {name: torch.tensor(array) for name, array in self._processor.inputs(media).items()}
+        arrays = {name: torch.tensor(array) for name, array in self._reader.processor.inputs(media).items()}
         if pixels == "zeros":
             arrays |= {name: array.zero_() for name, array in arrays.items() if array.is_floating_point()}
-        types = (tokens == self._processor.image_token_id).long()
+        types = (tokens == self._reader.processor.image_token_id).long()
         known = inspect.signature(self.model.forward).parameters
         arrays |= dict.fromkeys(("mm_token_type_ids", "token_type_ids"), types)
         return {name: array for name, array in arrays.items() if name in known}
@@ -273,6 +278,9 @@ class Reference:
                     stack.enter_context(_computed_in(module, edits.computed_in[kind], buffers=kind != "rope"))
                 if kind == "rope" and (dtype := edits.computed_in.get("angles")) is not None:
                     stack.enter_context(_computed_in(module, dtype))
+                if kind == "rope" and (dtype := edits.computed_in.get("products")) is not None:
+                    hook = module.register_forward_hook(partial(_multiplied_in, dtype), with_kwargs=True)
+                    stack.callback(hook.remove)
                 if edits.epsilon is not None and "norm" in type(module).__name__.lower():
                     name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
                     _set(stack, module, name, edits.epsilon)
@@ -381,6 +389,16 @@ def _computed_in(module: nn.Module, dtype: torch.dtype, *, buffers: bool = True)
             tensor.data = data
 
 
+def _multiplied_in(dtype: torch.dtype, module: Any, args: Any, named: Any, output: Any) -> Any:
+    """Cosines and sines of angles whose products of position and frequency are rounded; for positions of one axis."""
+    positions = named["position_ids"] if "position_ids" in named else args[1]
+    if positions.ndim != 2 or not hasattr(module, "inv_freq"):
+        return output
+    angles = (positions[..., None].to(dtype) * module.inv_freq.to(dtype)).float().repeat(1, 1, 2)
+    scaling = getattr(module, "attention_scaling", 1.0)
+    return angles.cos() * scaling, angles.sin() * scaling
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -404,8 +422,9 @@ def _attention(
     """Attention in plain operations, with the edits of the current pass; `[N, H, L, D]` to `[N, L, H, D]`."""
     windowed, everywhere = _ATTENTION.get() or (Edits(), Edits())
     edits = windowed if more.get("sliding_window") else everywhere
-    if edits.kv is not None:
-        key, value = key.to(edits.kv).to(key.dtype), value.to(edits.kv).to(value.dtype)
+    dtypes = edits.computed_in
+    if (dtype := dtypes.get("kv")) is not None:
+        key, value = key.to(dtype).to(key.dtype), value.to(dtype).to(value.dtype)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (scaling * edits.scale)
@@ -421,9 +440,8 @@ def _attention(
     sinks = more.get("s_aux")
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores)], -1)
-    if edits.softmax is not None:
-        scores = scores.to(edits.softmax)
-    weights = torch.softmax(scores, -1).to(query.dtype)[..., : key.shape[2]]
+    weights = torch.softmax(scores.to(dtypes.get("softmax", scores.dtype)), -1)
+    weights = weights.to(dtypes.get("probabilities", query.dtype)).to(query.dtype)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
@@ -444,8 +462,9 @@ def _processed(logits_RV: Tensor, sequence: ScoredTokens, params: SamplingParams
     if edits.softcap:
         scores = torch.tanh(scores / edits.softcap) * edits.softcap
     scores = scores / (temperature if edits.temperature is None else edits.temperature)
-    if edits.processed or edits.top_p < 1:
-        scores = _truncated(scores, params if edits.processed else replace(params, top_k=0, min_p=0, top_p=edits.top_p))
+    if edits.processed or edits.filters:
+        others: dict[str, Any] = {} if edits.processed else {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        scores = _truncated(scores, replace(params, **{**others, **edits.filters}))
     logprobs = torch.log_softmax(scores.to(edits.computed_in.get("logprobs", torch.float32)), -1).float()
     logprobs_R: Floats = logprobs.gather(1, chosen)[:, 0].numpy()
     return np.roll(logprobs_R, edits.shift) if edits.shift else logprobs_R
