@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from roll_infer_vllm import experts
 from roll_infer_vllm.loaded_model import ROUTER_BUFFER, VllmModel, remember_decay, remember_unreadable
 from roll_infer_vllm.workarounds import (
+    COPIED_SINKS,
     load_sinks,
     name_partial_loaders,
     pack_experts_again,
@@ -113,7 +114,7 @@ class BucketTransfer(WeightTransferEngine[NoSetup, BucketUpdate]):  # type: igno
                 if isinstance(target := loaded.locate(name), ExpertsTensor):
                     experts.load(target, tensor.to(self.device))
                 continue
-            if name.endswith(".sinks") and loaded.model_type == "gpt_oss":
+            if name.endswith(".sinks") and loaded.model_type in COPIED_SINKS:
                 load_sinks(loaded.locate(name), tensor.to(self.device))
                 continue
             if name.endswith(ROUTER_BUFFER) and isinstance(target := loaded.locate(name), LoadedTensor):

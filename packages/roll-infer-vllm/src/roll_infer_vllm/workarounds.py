@@ -98,6 +98,8 @@ class TemperedSamplerV2(SamplerV2):  # type: ignore[misc]
         return sampled, tempered
 
 
+COPIED_SINKS = ("gpt_oss", "mimo_v2_flash")
+"""Model types whose loaders copy attention sinks. Granite's have a `weight_loader`, which shards them."""
 ENCODERS = ("CLIPVisionModel", "SiglipVisionModel")
 """Classes of image encoders whose parameters vLLM, and published checkpoints, have in a module `vision_model`."""
 ENCODER_BODY = "vision_model."
@@ -227,7 +229,7 @@ def pack_experts_again(model: Any) -> None:
 
 
 def load_sinks(target: LoadedTensor | None, sinks_N: Tensor) -> None:
-    """Load this rank's attention sinks of a gpt-oss layer; `target` is None if another process has the layer.
+    """Load this rank's attention sinks of a model of `COPIED_SINKS`; `target` is None if another process has the layer.
 
     vLLM's loader copies them into the parameter itself, which has no memory during an update: they would stay stale.
     """
