@@ -131,7 +131,8 @@ class SglangTensor(LoadedTensor):
         if isinstance(module, RowParallelLinear):
             return local if self.parameter == "bias" else _gathered(local, 1, size)
         gathered = _gathered(local, 0, size)
-        return torch.cat(torch.split(gathered, len(local))[:: self._replicas]) if self._replicas > 1 else gathered
+        own_copies = get_parallel().tp_rank % self._replicas  # each rank reads another copy of the heads
+        return torch.cat(torch.split(gathered, len(local))[own_copies :: self._replicas])
 
 
 class SglangModel(LoadedModel):

@@ -498,7 +498,7 @@ def _row_shards(module: Any, parameter: str) -> int:
 def _gathered(module: Any, loaded: VllmTensor, local: Tensor) -> Tensor:
     if (num_shards := _row_shards(module, loaded.parameter)) > 1:
         ranks = _all_gathered(local.contiguous()[None], 0)
-        return ranks[:: len(ranks) // num_shards].flatten(0, 1)
+        return _own_copies(ranks, len(ranks) // num_shards)
     size = getattr(module, "tp_size", 1)
     if isinstance(module, VocabParallelEmbedding):
         full = tensor_model_parallel_all_gather(local, 0) if size > 1 else local
@@ -511,9 +511,13 @@ def _gathered(module: Any, loaded: VllmTensor, local: Tensor) -> Tensor:
         return local
     rows = _all_gathered(local.contiguous(), 0)
     if isinstance(module, QKVParallelLinear) and loaded.index and module.num_kv_head_replicas > 1:
-        replicas = rows.reshape(-1, module.num_kv_head_replicas, *local.shape)
-        rows = replicas[:, 0].flatten(0, 1)
+        rows = _own_copies(rows.reshape(-1, *local.shape), module.num_kv_head_replicas)
     return rows
+
+
+def _own_copies(ranks: Tensor, num_copies: int) -> Tensor:
+    """Rows of the shards of all ranks. Adjacent ranks have `num_copies` of each, of which each rank reads its own."""
+    return ranks[get_tensor_model_parallel_rank() % num_copies :: num_copies].flatten(0, 1)
 
 
 def _equal_copies(local: Tensor) -> Tensor:

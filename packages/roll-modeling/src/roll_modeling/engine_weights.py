@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -437,11 +436,9 @@ class LoadedModel(ABC):
             loaded = self.locate(name)
             if loaded is None:
                 continue
+            # On all ranks, because each has copies of its own of what is not sharded.
             pieces = (self._as_sent(piece, torch_dtype(dtype)) for piece in self.pieces(name, loaded))
-            if self.rank == 0:
-                digests.add_pieces(name, pieces, like)
-            else:
-                deque(pieces, maxlen=0)
+            digests.add_pieces(name, pieces, like)
         return digests.read()
 
     def _as_sent(self, loaded: Tensor, dtype: torch.dtype) -> Tensor:
