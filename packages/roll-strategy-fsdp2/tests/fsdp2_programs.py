@@ -15,15 +15,18 @@ import torch
 from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import count_totals, pack
 from roll_core.spec.model import LoraSpec, MeshInfo, ModelSpec
+from roll_core.spec.providers import TrainProvider
 from roll_core.spec.train import ParameterState, PortableState, TrainingSpec, TrainStrategy, WantedOutputs
 from roll_core.types import TrainSequence
 from roll_modeling import blocks
 from roll_modeling.optimizer import clip_factor, create_optimizer
 from roll_strategy_fsdp2.config import FSDP2Config
 from roll_strategy_fsdp2.strategy import FSDP2Strategy
-from roll_testing.bench import share
+from roll_testing.bench import Case, share
+from roll_testing.kit import registry
+from roll_testing.losses import TRAINING as KIT_TRAINING
 from roll_testing.losses import SpoiltLoss
-from roll_testing.models import QWEN3
+from roll_testing.models import QWEN3, write_checkpoint
 from roll_testing.programs import Raised, raised
 
 PRELOAD = (
@@ -50,6 +53,15 @@ MOE = TINY | {
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
 }
+MIXTURES = {
+    "2, checkpointed": (2, {}, {"gradient_checkpointing": True}),
+    "padded": (2, {}, {"attn_implementation": "sdpa"}),
+    "tensor 2": (2, {"tensor_model_parallel_size": 2}, {}),
+    "experts 2": (2, {"ep_size": 2}, {}),
+    "ulysses 2": (2, {"ulysses_size": 2}, {}),
+    "ring 2, two copies": (4, {"ring_size": 2, "fsdp_size": 2}, {}),
+}
+"""Number of ranks, `strategy_config` and changes of the model for tests of `MOE`."""
 LORA = LoraSpec(targets=("all-linear",), rank=4, alpha=12.0)
 TRAINING = TrainingSpec(
     learning_rate=1e-2,
@@ -76,6 +88,21 @@ class Job:
 
     def with_(self, **changes: Any) -> Job:
         return replace(self, **changes)
+
+
+def mixture_case(folder: Path, name: str, **config: Any) -> Case:
+    """The case of `MIXTURES`, with more keys of `strategy_config`."""
+    num_ranks, split, changes = MIXTURES[name]
+    architecture = {key: value for key, value in MOE.items() if key != "vocab_size"}
+    model = write_checkpoint(folder, architecture, task="causal_lm", vocab_size=MOE["vocab_size"])
+    return Case(
+        provider=registry().find(TrainProvider, "fsdp2_train"),
+        strategy_config=split | config,
+        model=replace(model, **changes),
+        training=KIT_TRAINING,
+        world_size=num_ranks,
+        devices=("cpu",) * num_ranks,
+    )
 
 
 def sequences() -> list[TrainSequence]:

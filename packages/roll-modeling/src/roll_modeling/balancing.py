@@ -1,10 +1,10 @@
-"""Auxiliary losses of transformers' routers: load balancing and z loss, for each trained sequence by itself.
+"""Auxiliary losses of transformers' routers: load balancing and z-loss, for each trained sequence by itself.
 
-    micro-batch ─► TaskModel.outputs: begin ─► router ─► hook: losses, attached to the weights of the chosen experts
+    microbatch  ─► TaskModel.outputs: begin ─► router ─► hook: losses, attached to the weights of the chosen experts
                    TaskModel.loss: metrics              backward pass of these weights ─► gradient of the losses
 
-The gradient therefore does not depend on how a batch is split into micro-batches. Formulas and sources: see
-docs/router-replay.md.
+The gradient therefore does not depend on how a batch is split into microbatches. Formulas and sources:
+docs/algorithms.md.
 
 N tokens of one call, in the order in which the router receives them    E experts    K top-k    S sequences
 """

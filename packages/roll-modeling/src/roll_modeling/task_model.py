@@ -116,9 +116,10 @@ class TaskModel:
         if not torch.is_grad_enabled() or micro.ids == IDLE:
             self.balancing.begin(None)
             return
-        trained_S = torch.zeros(len(micro.lengths), device=micro.segments_T.device)
-        trained_S = trained_S.index_add(0, micro.segments_T.long(), micro.loss_mask_T.float()) > 0
-        members_T = micro.segments_T.long().where(trained_S[micro.segments_T.long()], -1)
+        segments_T = micro.segments_T.long()
+        num_trained_S = torch.zeros(len(micro.lengths), device=segments_T.device)
+        num_trained_S = num_trained_S.index_add(0, segments_T, micro.loss_mask_T.float())
+        members_T = segments_T.where(num_trained_S[segments_T] > 0, -1)
         members_N = self.backbone.as_seen(members_T[:, None, None], micro.lengths).flatten()
         self.balancing.begin(members_N, len(micro.lengths), micro.totals.sequences)
 

@@ -90,19 +90,23 @@ class SFTConfig(RewardRunConfig):
     def _evaluation_is_complete(self) -> SFTConfig:
         if not self.sft_train.data_args.file_name:
             raise ValueError("sft_train.data_args.file_name is missing: name the files with the rows to train on")
-        if self.streaming and self.max_steps is None:
-            message = "streaming does not know how many rows an epoch keeps: set max_steps"
-            raise invalid(message, None, "max_steps")
-        made = self.tokenizer
-        if self.streaming and made is not None and (made.kind == "bpe" or (made.kind == "char" and not made.alphabet)):
-            message = (
-                "is built from all rows, which streaming leaves on the disk: use byte, or the tokenizer of a model"
-            )
-            raise invalid(message, made.kind, "tokenizer", "kind")
         if self.actor_infer is not None and (not self.rewards or self.validation is None):
             raise ValueError("actor_infer is only used for evaluation: configure validation.data_args and rewards too")
         if self.rewards and self.actor_infer is None:
             raise ValueError("rewards score generated responses: configure actor_infer too")
+        return self
+
+    @model_validator(mode="after")
+    def _streamed_rows_suffice(self) -> SFTConfig:
+        if not self.streaming:
+            return self
+        if self.max_steps is None:
+            message = "streaming does not know how many rows an epoch keeps: set max_steps"
+            raise invalid(message, None, "max_steps")
+        made = self.tokenizer
+        if made is not None and (made.kind == "bpe" or (made.kind == "char" and not made.alphabet)):
+            message = "is built from all rows, which streaming leaves on the disk: use byte, or a model's tokenizer"
+            raise invalid(message, made.kind, "tokenizer", "kind")
         return self
 
 
