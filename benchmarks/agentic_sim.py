@@ -45,7 +45,7 @@ from common import RESULTS, write_result
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.environment import Environment, Opening, Turn
 from roll_core.spec.pipeline import RolloutPlan
 from roll_core.types import GenerateRequest, SamplingParams

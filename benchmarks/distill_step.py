@@ -31,7 +31,7 @@ TEACHER = MODEL | {"hidden_size": 512, "intermediate_size": 1536, "num_attention
 def make_models(folder: Path, vocab_size: int) -> None:
     """The directories `student` and `teacher` that both contestants load."""
     from roll_core.data.tokenizers import make_tokenizer
-    from roll_core.spec.arguments import TokenizerConfig
+    from roll_core.spec.config import TokenizerConfig
     from roll_core.spec.model import ModelSpec
     from roll_modeling.model import load_model
 

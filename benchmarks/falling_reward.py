@@ -15,7 +15,7 @@ import numpy as np
 from common import write_result
 
 from roll_core.runtime.records.trends import REWARD, VALIDATION, ScoreTrends
-from roll_core.spec.run_config import FallingRewardConfig
+from roll_core.spec.config import FallingRewardConfig
 
 
 def noise(rng: np.random.Generator, num: int, autocorrelation: float) -> np.ndarray:

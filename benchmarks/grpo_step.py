@@ -62,7 +62,7 @@ def alphabet(vocab_size: int) -> str:
 def make_model(folder: Path, vocab_size: int) -> None:
     """The directory that both contestants load."""
     from roll_core.data.tokenizers import make_tokenizer
-    from roll_core.spec.arguments import TokenizerConfig
+    from roll_core.spec.config import TokenizerConfig
     from roll_core.spec.model import ModelSpec
     from roll_modeling.model import load_model
 
@@ -121,7 +121,7 @@ def training_half(vocab_size: int, response_tokens: int) -> dict[str, float]:
     from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
     from roll_core.data.tokenizers import make_tokenizer
-    from roll_core.spec.arguments import TokenizerConfig
+    from roll_core.spec.config import TokenizerConfig
     from roll_core.types import TrainSequence
 
     rng = np.random.default_rng(0)

@@ -135,7 +135,7 @@ def measure(vocab_size: int, rounds: int, *, threads: int, with_peer: bool) -> d
     from roll_core.algorithms.losses import sft_objective
     from roll_core.data.pack import pack
     from roll_core.data.tokenizers import make_tokenizer
-    from roll_core.spec.arguments import TokenizerConfig
+    from roll_core.spec.config import TokenizerConfig
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

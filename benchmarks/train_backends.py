@@ -132,7 +132,7 @@ def make_model(folder: Path) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from roll_core.data.tokenizers import make_tokenizer
-    from roll_core.spec.arguments import TokenizerConfig
+    from roll_core.spec.config import TokenizerConfig
 
     keys = {key: value for key, value in MODEL.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(MODEL["model_type"]), **keys))

@@ -13,7 +13,7 @@ from roll_core.algorithms.losses import policy_objective
 from roll_core.data.pack import count_totals, pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.pipelines.experience import Experience
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import MeshInfo, ModelSpec
 from roll_core.spec.train import TrainingSpec
 from roll_core.spec.weights import make_manifest

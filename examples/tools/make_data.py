@@ -13,7 +13,7 @@ import string
 from pathlib import Path
 
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.environment import Reply
 from roll_environments.math_with_python import MathWithPython
 

@@ -14,9 +14,8 @@ import pytest
 from roll_core.cli import main as cli
 from roll_core.data.rows import Rows, read_rows
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, RewardConfig, TokenizerConfig
 from roll_core.spec.rollout import RewardFunction
-from roll_core.spec.worker_config import RewardConfig
 from roll_rewards.answers import ExactMatch, MultipleChoice
 from roll_rewards.code import CodeReward
 from roll_rewards.composite import CompositeReward

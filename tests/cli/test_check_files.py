@@ -19,7 +19,7 @@ from roll_core.config import load
 from roll_core.data.templates import NAMED
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import load_registry
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.providers import InferProvider, TrainProvider
 from roll_testing.errors import mentions
 

@@ -21,9 +21,7 @@ from roll_core.config.schema import members
 from roll_core.config.source import Loader
 from roll_core.plugins.registry import Registry
 from roll_core.plugins.targets import load_target
-from roll_core.spec.config import Config, Needs
-from roll_core.spec.run_config import RunConfig
-from roll_core.spec.worker_config import WorkerConfig
+from roll_core.spec.config import Config, Needs, RunConfig, WorkerConfig
 from shared_tests.config_table import key_entry
 from shared_tests.hf_plugins import hf_plugins
 

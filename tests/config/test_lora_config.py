@@ -14,8 +14,7 @@ from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.plugins.loader import Plugin
 from roll_core.plugins.registry import Registry
 from roll_core.runtime.workers.build import lora_spec, served_adapters
-from roll_core.spec.arguments import ModelArguments
-from roll_core.spec.config import Needs
+from roll_core.spec.config import ModelArguments, Needs
 from roll_core.spec.model import LoraSpec
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import InferCapabilities, InferProvider, TrainCapabilities, TrainProvider

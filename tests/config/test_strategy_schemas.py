@@ -36,8 +36,8 @@ def registry(tmp_path, monkeypatch):
             from typing import Literal
             from pydantic import model_validator
             from roll_core.spec.config import PositiveInt, StrategyConfig
-            from roll_core.spec.run_config import RunConfig
-            from roll_core.spec.worker_config import InferWorkerConfig, RewardConfig, TrainWorkerConfig
+            from roll_core.spec.config import RunConfig
+            from roll_core.spec.config import InferWorkerConfig, RewardConfig, TrainWorkerConfig
 
             class EngineConfig(StrategyConfig):
                 tensor_parallel_size: PositiveInt = 1

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from roll_core.data.rows import messages_of, read_rows, text_of
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_testing.errors import raises_error
 
 ROW = {"question": "1+1?", "answer": "so #### 1,002 ", "tests": ["a", "b"], "n": 3, "Odd name": None, "prompt": "old"}

@@ -16,7 +16,7 @@ from roll_core.data.rows import read_rows
 from roll_core.data.templates import chat_template_of, control_tokens, load_template, set_date
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_testing.errors import raises_error
 
 CHAT = [

@@ -14,7 +14,7 @@ from roll_core.data.processor import processor_of
 from roll_core.data.rows import read_rows
 from roll_core.errors import DataError
 from roll_core.runtime.run.tokenizer import load_tokenizer
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.rollout import IMAGE
 from roll_testing.errors import raises_error
 from shared_tests.tiny_vision import IDS, write_processor
@@ -271,7 +271,7 @@ def test_replies_with_tokens_of_images_are_refused(tokenizer, folder, text):
 
 def test_text_models_refuse_images(folder):
     from roll_core.data.tokenizers import make_tokenizer
-    from roll_core.spec.arguments import TokenizerConfig
+    from roll_core.spec.config import TokenizerConfig
 
     rows, data = rows_of(folder, {"prompt": "a", "images": ["small.png"]}, template="plain")
     made = make_tokenizer(TokenizerConfig(kind="byte"), [], folder)

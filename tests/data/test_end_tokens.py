@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from roll_core.data.encode import Encoder
 from roll_core.data.end_tokens import end_ids, saved_end_ids, trained_end_ids
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from shared_tests.chat_templates import FAMILIES
 
 

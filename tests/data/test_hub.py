@@ -10,7 +10,7 @@ from roll_core.data.hub import HubName
 from roll_core.data.rows import first_rows, read_rows
 from roll_core.data.streamed import StreamedRows
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_testing.errors import raises_error
 from shared_tests.dataset_hub import serving_datasets, use_hub
 

@@ -17,7 +17,7 @@ from roll_core.data import urls
 from roll_core.data.media import OversizedImageError, load_image
 from roll_core.errors import DataError
 from roll_core.runtime.cluster.executors import wire
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.types import Media, media_digest
 from roll_testing.errors import raises_error
 

@@ -17,7 +17,7 @@ from roll_core.data.encode import Encoder, encode_prompts, encode_sft
 from roll_core.data.rows import Rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_testing.errors import raises_error
 from shared_tests.chat_templates import FAMILIES
 

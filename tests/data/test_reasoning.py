@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 
 from roll_core.data.reasoning import MARKS, answer_of, decode_response, opens_reasoning
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 

@@ -16,7 +16,7 @@ import pytest
 from roll_core.data.rows import messages_of, need_column, read_rows, shape_of, text_of, tools_of
 from roll_core.data.templates import NAMED
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.rollout import IMAGE
 from roll_testing.errors import raises_error
 

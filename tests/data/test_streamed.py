@@ -10,7 +10,7 @@ import pytest
 from roll_core.data.rows import read_rows
 from roll_core.data.streamed import StreamedRows
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_testing.errors import raises_error
 
 ROWS = [

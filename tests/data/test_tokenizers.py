@@ -14,7 +14,7 @@ from roll_core.errors import DataError, ModelError
 from roll_core.pipelines.config import SFTConfig
 from roll_core.runtime.run.active_run import DatasetCache
 from roll_core.runtime.run.tokenizer import load_tokenizer, prepare_tokenizer
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_testing.errors import raises_error
 
 TEXTS = ["the cat sat on the mat", "12+34=46\n", "naïve café — 漢字 😀", "  two  spaces\tand\r\nlines"]

@@ -19,7 +19,7 @@ from roll_core.data.video import load_video
 from roll_core.errors import DataError, UnsupportedError
 from roll_core.runtime.records.media_folder import MediaFolder
 from roll_core.runtime.run.tokenizer import load_tokenizer
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_testing.errors import raises_error
 from shared_tests import video_reference
 from shared_tests.tiny_vision import IDS, VIDEO_TOKEN, VIDEO_TYPES, picture, write_processor

@@ -846,8 +846,8 @@ def test_flow_example_trains_resumes_and_exports(tmp_path, site, monkeypatch):
             yield PipelineProvider(name="acme_flow", target=target, config=config, summary="A flow", tokenizer=False)
     """
     config = """
-        from roll_core.spec.run_config import RunConfig
-        from roll_core.spec.worker_config import TrainWorkerConfig
+        from roll_core.spec.config import RunConfig
+        from roll_core.spec.config import TrainWorkerConfig
 
         class FlowConfig(RunConfig):
             flow: TrainWorkerConfig

@@ -12,7 +12,7 @@ import roll_core as roll
 from roll_core.data.encode import encode_prompts
 from roll_core.data.rows import read_rows
 from roll_core.runtime.run.tokenizer import load_tokenizer
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ("max_steps=2", "eval_steps=0", "executor=local", "platform=cpu")

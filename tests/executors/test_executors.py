@@ -27,7 +27,7 @@ from roll_core.errors import (
 from roll_core.runtime.cluster.executors.base import Executor, GroupSpec, Place, WorkerCall, WorkerGroup
 from roll_core.runtime.cluster.executors.local import LocalExecutor
 from roll_core.runtime.cluster.placement import place_roles
-from roll_core.spec.worker_config import RewardConfig, TrainWorkerConfig
+from roll_core.spec.config import RewardConfig, TrainWorkerConfig
 from roll_executor_ray import worker as ray_worker
 from roll_executor_ray.executor import RayExecutor
 from roll_testing import ExecutorConformance

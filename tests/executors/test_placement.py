@@ -10,10 +10,10 @@ from roll_core.plugins.registry import load_registry
 from roll_core.runtime.cluster.executors import executor_of
 from roll_core.runtime.cluster.executors.base import GroupSpec
 from roll_core.runtime.cluster.placement import Place, check_local, place_roles, slots_of, slots_per_node
-from roll_core.spec.run_config import RunConfig
-from roll_core.spec.worker_config import (
+from roll_core.spec.config import (
     InferWorkerConfig,
     RewardConfig,
+    RunConfig,
     ScoreWorkerConfig,
     TrainWorkerConfig,
     WorkerConfig,

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from roll_core.pipelines.prompt_order import domains, group_filter, passes
-from roll_core.spec.worker_config import QueryFilterConfig, RewardConfig
+from roll_core.spec.config import QueryFilterConfig, RewardConfig
 from roll_core.types import Group, Reward, Sample
 from roll_testing.errors import raises_error
 

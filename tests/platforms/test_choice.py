@@ -15,9 +15,9 @@ from roll_core.plugins.registry import Registry
 from roll_core.runtime.cluster.executors.local import environment_of_all
 from roll_core.runtime.cluster.placement import place_roles, slots_per_node
 from roll_core.runtime.cluster.platform import select_platform, values_of
+from roll_core.spec.config import TrainWorkerConfig
 from roll_core.spec.platform import EnvVar, Platform, Probe
 from roll_core.spec.providers import PlatformProvider
-from roll_core.spec.worker_config import TrainWorkerConfig
 from roll_testing.errors import mentions, raises_error
 
 

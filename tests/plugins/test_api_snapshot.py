@@ -21,7 +21,7 @@ from roll_core.errors import ContractError
 from roll_core.plugins.records import KINDS
 from roll_core.runtime.workers.build import role_config
 from roll_core.spec import HOOK_API, hooks, pipeline, platform, providers
-from roll_core.spec.run_config import RunConfig
+from roll_core.spec.config import RunConfig
 from roll_testing.errors import raises_error
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")

@@ -409,7 +409,7 @@ def roll_pipelines():
 BUGGY_CONFIG = """\
 import sys
 
-from roll_core.spec.run_config import RunConfig
+from roll_core.spec.config import RunConfig
 
 
 class AcmeConfig(RunConfig):

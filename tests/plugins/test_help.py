@@ -12,7 +12,7 @@ import pytest
 import roll_core.spec
 from roll_core import types
 from roll_core.spec import pipeline
-from roll_core.spec.arguments import GeneratingArguments
+from roll_core.spec.config import GeneratingArguments
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import InferProvider
 from roll_core.types import SamplingParams

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from roll_core.errors import GuardTrippedError, MissingTensorError, UnsupportedError
 from roll_core.runtime.records.guards import REMEDIES, GuardEvent, Guards
-from roll_core.spec.run_config import GuardConfig, GuardsConfig, RunConfig
+from roll_core.spec.config import GuardConfig, GuardsConfig, RunConfig
 from roll_testing.errors import mentions, raises_error
 
 DOCS = Path(__file__).parents[2] / "docs" / "guards.md"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_core.config.secrets import REDACTED, Redactor, is_secret
-from roll_core.spec.run_config import RunConfig
+from roll_core.spec.config import RunConfig
 
 
 @pytest.mark.parametrize(

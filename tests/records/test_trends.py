@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from roll_core.runtime.records.trends import ScoreTrends, mann_kendall, theil_sen
-from roll_core.spec.run_config import FallingRewardConfig
+from roll_core.spec.config import FallingRewardConfig
 
 
 def test_mann_kendall_counts_every_permutation():

@@ -16,8 +16,8 @@ import pytest
 from roll_core.errors import PluginLoadError, UnsupportedError
 from roll_core.runtime.cluster.executors.base import Peers, Place
 from roll_core.runtime.workers.reward import RewardWorker
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
-from roll_core.spec.worker_config import RewardConfig
 from roll_rewards.plugin import roll_rewards
 from roll_testing.errors import mentions, raises_error
 
@@ -71,7 +71,7 @@ def worker_of(user_module):
             peers=Peers(),
             role="rewards.acme",
             provider=RewardProvider(
-                name="acme", target=f"{module}:{name}", summary="", config="roll_core.spec.worker_config:RewardConfig"
+                name="acme", target=f"{module}:{name}", summary="", config="roll_core.spec.config:RewardConfig"
             ),
             owner=OWNER,
             config=RewardConfig(reward="acme", **({"processes": 2, "timeout_s": 60.0} | config)).model_dump(),

@@ -11,7 +11,7 @@ from roll_core.api.files import FileCheck
 from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.plugins.registry import Registry, load_registry
-from roll_core.spec.run_config import RunConfig
+from roll_core.spec.config import RunConfig
 from roll_tools.planning import make_plan
 from shared_tests.hf_plugins import hf_plugins
 from shared_tests.reward_roles import LAYER, MODEL, run_with

@@ -13,8 +13,8 @@ from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.replicas import HealthTimeouts
 from roll_core.runtime.run.roles import RESTART_ATTEMPTS, GroupInferRole
 from roll_core.runtime.run.weight_sync import WeightSyncController
+from roll_core.spec.config import WorkerConfig
 from roll_core.spec.providers import InferCapabilities
-from roll_core.spec.worker_config import WorkerConfig
 from roll_testing.errors import mentions, raises_error
 
 

@@ -9,7 +9,7 @@ from roll_core.data.encode import Encoder
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.runtime.rollout.model_rewards import EngineRewardRole
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.rollout import RewardRequest
 from roll_core.types import Completion, CompletionOutput, Reward, Sample
 from roll_rewards.config import JudgeModelConfig

@@ -8,9 +8,9 @@ from rollout_fleet import engine, request
 
 from roll_core.runtime.rollout.model_rewards import ModelInput, ModelReward, ModelRewardRole
 from roll_core.runtime.rollout.queue import RequestQueue
+from roll_core.spec.config import ModelRewardConfig
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.rollout import RewardRequest
-from roll_core.spec.worker_config import ModelRewardConfig
 from roll_core.types import Sample
 from shared_tests.simulation import VirtualTimeLoop
 

@@ -8,7 +8,7 @@ import pytest
 from roll_core.errors import WorkerDiedError
 from roll_core.runtime.rollout import scoring
 from roll_core.runtime.rollout.scoring import RewardRole
-from roll_core.spec.worker_config import RewardConfig
+from roll_core.spec.config import RewardConfig
 from roll_core.types import Reward
 from roll_testing.errors import raises_error
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.hooks import hookimpl
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.rollout import RewardFunction
-from roll_core.spec.worker_config import RewardConfig
 from roll_core.types import Reward
 
 ROLL_HOOK_API = 1

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from roll_core.cli import main as cli
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_testing.runs import TINY
 from shared_tests.runs import PipelineRuns
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError
 from roll_core.pipelines.rlvr import RLVRPipeline
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_testing.runs import TINY
 
 TEMPLATE = (

@@ -14,7 +14,7 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointMismatchError
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.run.run_saver import SavedRole, SavedRun
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_testing.errors import check_error, mentions
 from roll_testing.runs import TINY
 from shared_tests.runs import PipelineRuns

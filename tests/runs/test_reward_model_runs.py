@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 
 ALPHABET = "0123456789>"
 SIZES = {

@@ -14,7 +14,7 @@ from roll_core.config import load
 from roll_core.errors import ConfigError
 from roll_core.pipelines.sft import SFTPipeline
 from roll_core.runtime.records.checkpoint_directory import BestCheckpoint, BestMetric
-from roll_core.spec.run_config import BestCheckpointConfig
+from roll_core.spec.config import BestCheckpointConfig
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from roll_core.runtime.cluster.executors.base import CallFailed, Failure, GroupS
 from roll_core.runtime.run import followers
 from roll_core.runtime.run.followers import Followers
 from roll_core.runtime.run.roles import GroupInferRole
-from roll_core.spec.worker_config import InferWorkerConfig
+from roll_core.spec.config import InferWorkerConfig
 from roll_testing.errors import raises_error
 
 PORT = 23456

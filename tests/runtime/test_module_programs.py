@@ -17,13 +17,12 @@ from roll_core.plugins.registry import Registry
 from roll_core.runtime.run.roles import GroupTrainRole
 from roll_core.runtime.workers.build import _check_support, group_specs
 from roll_core.runtime.workers.train import BatchLimits, TrainWorker
-from roll_core.spec.arguments import TrainingArguments
+from roll_core.spec.config import TrainingArguments, TrainWorkerConfig
 from roll_core.spec.model import LoraSpec, MeshInfo
 from roll_core.spec.module_program import ModuleRow
 from roll_core.spec.pipeline import RoleSpec
 from roll_core.spec.providers import TrainCapabilities, TrainProvider
 from roll_core.spec.train import LossOutput, StepStats, TrainingSpec
-from roll_core.spec.worker_config import TrainWorkerConfig
 from roll_core.types import DataRank
 from roll_modeling.module_programs import StrategyModule, model_library
 from roll_modeling.optimizer import average_decay

@@ -18,11 +18,10 @@ from roll_core.runtime.cluster.executors.base import Member
 from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole, average, even_chunks
 from roll_core.runtime.workers.infer import EngineReading, join_readings
 from roll_core.runtime.workers.train import combine
-from roll_core.spec.arguments import TrainingArguments
+from roll_core.spec.config import InferWorkerConfig, TrainingArguments, TrainWorkerConfig
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.providers import TrainCapabilities
 from roll_core.spec.train import StepStats, WantedOutputs
-from roll_core.spec.worker_config import InferWorkerConfig, TrainWorkerConfig
 from roll_core.types import Completion, CompletionOutput, DataRank, GenerateRequest, SamplingParams, TrainSequence
 from roll_testing.errors import raises_error
 

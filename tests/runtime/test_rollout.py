@@ -20,9 +20,9 @@ from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.runtime.rollout.scoring import RewardRouter
 from roll_core.runtime.run.active_run import late_length_ratio
 from roll_core.runtime.workers.reward import RewardWorker
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.rollout import Prompt, RewardFunction, RewardRequest
-from roll_core.spec.worker_config import RewardConfig
 from roll_core.types import Completion, CompletionOutput, Group, Reward, Sample, SamplingParams
 from roll_testing.errors import raises_error
 

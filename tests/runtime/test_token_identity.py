@@ -11,7 +11,7 @@ from roll_core.runtime.rollout.program import group_of
 from roll_core.runtime.rollout.scoring import request_of
 from roll_core.runtime.run.active_run import token_problem
 from roll_core.runtime.workers.strategy import model_vocab_size
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.rollout import Prompt
 from roll_core.types import Completion, CompletionOutput

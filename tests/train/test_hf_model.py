@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ModelError
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_modeling.engine_files import engine_files

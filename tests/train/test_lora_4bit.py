@@ -13,7 +13,7 @@ from roll_core.algorithms.losses import ValueObjective, sft_objective
 from roll_core.data.pack import pack
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError, UnsupportedError
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.convert import write_stored_state

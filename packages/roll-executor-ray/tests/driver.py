@@ -12,7 +12,7 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import RollError
 from roll_core.runtime.cluster.executors.base import GroupSpec, WorkerCall
 from roll_core.runtime.cluster.placement import place_roles
-from roll_core.spec.worker_config import RewardConfig
+from roll_core.spec.config import RewardConfig
 from roll_executor_ray.executor import RayExecutor
 
 

@@ -20,8 +20,8 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import CorruptTensorError, PythonEnvironmentError, UnsupportedError, WorkerDiedError, WorkerError
 from roll_core.runtime.cluster.executors.base import GroupSpec, WorkerCall, WorkerGroup
 from roll_core.runtime.cluster.placement import place_roles
+from roll_core.spec.config import EnvironmentConfig, RewardConfig
 from roll_core.spec.diagnostics import RoleEnvironment
-from roll_core.spec.worker_config import EnvironmentConfig, RewardConfig
 from roll_executor_ray.executor import RayExecutor
 from roll_testing.errors import raises_error
 

@@ -22,8 +22,8 @@ from roll_core.runtime.cluster.executors.base import CallFailed, Peers, Place
 from roll_core.runtime.cluster.executors.worker_process import ProcessEndedError, WorkerProcess
 from roll_core.runtime.cluster.executors.worker_server import WIRE, decode
 from roll_core.runtime.cluster.placement import place_roles
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.rollout import RewardRequest
-from roll_core.spec.worker_config import RewardConfig
 from roll_core.types import Sample
 from roll_executor_ray.python_environments.prepare import environment_of
 from roll_rewards.plugin import roll_rewards

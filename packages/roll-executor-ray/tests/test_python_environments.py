@@ -11,9 +11,9 @@ import pytest
 
 from roll_core.errors import MissingRequirementError, PythonEnvironmentError
 from roll_core.plugins.requirements import check_requirements
+from roll_core.spec.config import EnvironmentConfig
 from roll_core.spec.diagnostics import RoleEnvironment
 from roll_core.spec.providers import RewardProvider
-from roll_core.spec.worker_config import EnvironmentConfig
 from roll_executor_ray.python_environments import packages
 from roll_executor_ray.python_environments.prepare import prepare
 from roll_executor_ray.python_environments.spec import EnvironmentSpec, environment_spec, source_of

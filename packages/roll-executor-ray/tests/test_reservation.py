@@ -11,7 +11,7 @@ from roll_core.builtin.cpu import CpuPlatform
 from roll_core.errors import PlacementError
 from roll_core.runtime.cluster.executors.base import GroupSpec, WorkerCall
 from roll_core.runtime.cluster.placement import place_roles
-from roll_core.spec.worker_config import InferWorkerConfig, RewardConfig, TrainWorkerConfig, WorkerConfig
+from roll_core.spec.config import InferWorkerConfig, RewardConfig, TrainWorkerConfig, WorkerConfig
 from roll_executor_ray.executor import RayExecutor
 from roll_executor_ray.reservation import Reservation
 from roll_testing.errors import raises_error

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from shared_tests.tool_calls import MARKERS, TOOLS, EngineParserTests
 
 pytest.importorskip("vllm")

@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from roll_core.data.tokenizers import make_tokenizer
-    from roll_core.spec.arguments import TokenizerConfig
+    from roll_core.spec.config import TokenizerConfig
 
     shutil.copytree(SCRIPTS, tmp_path, dirs_exist_ok=True)
     tokenizer = make_tokenizer(TokenizerConfig(kind="char", alphabet="0123456789+= "), (), tmp_path / "model")

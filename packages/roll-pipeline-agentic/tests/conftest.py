@@ -14,7 +14,7 @@ from roll_core.data.tokenizers import make_tokenizer
 from roll_core.plugins.registry import load_registry
 from roll_core.runtime.records.console import Console
 from roll_core.runtime.run.loop import RunResult, execute
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_testing.runs import TINY
 
 if TYPE_CHECKING:

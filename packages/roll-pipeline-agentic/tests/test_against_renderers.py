@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken
 
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from shared_tests.chat_templates import FAMILIES
 

@@ -10,7 +10,7 @@ import pytest
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_testing.errors import raises_error
 

@@ -20,7 +20,7 @@ from roll_core.data.rows import Rows, messages_of
 from roll_core.data.templates import JinjaTemplate
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 from roll_testing.errors import raises_error
 from shared_tests.chat_templates import FAMILIES, Family

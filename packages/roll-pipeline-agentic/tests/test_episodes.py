@@ -21,7 +21,7 @@ from roll_core.data.rollouts import rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError, EnvironmentsFailedError
 from roll_core.pipelines.experience import Experience
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.environment import Environment, Message, Opening, Turn
 from roll_core.spec.rollout import Prompt, RolloutContext
 from roll_core.types import Completion, CompletionOutput, Group, Reward, SamplingParams

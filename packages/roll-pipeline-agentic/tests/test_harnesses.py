@@ -22,7 +22,7 @@ from roll_core.config import load
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, EnvironmentsFailedError
 from roll_core.plugins.registry import load_registry
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_pipeline_agentic.config import missing_harness
 from roll_pipeline_agentic.harness import inspect_scores, lm_eval_scores
 from roll_testing.errors import raises_error

@@ -20,7 +20,7 @@ from roll_core.data.processor import processor_of
 from roll_core.data.rollouts import rows, sequences_of
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError, EnvironmentFailure
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.rollout import IMAGE, Prompt, RolloutContext
 from roll_core.types import Completion, CompletionOutput, Group, SamplingParams
 from roll_pipeline_agentic.calls import state_of

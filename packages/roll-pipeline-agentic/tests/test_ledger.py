@@ -29,7 +29,7 @@ from roll_core.data.rollouts import rows
 from roll_core.pipelines.experience import Experience
 from roll_core.runtime.rollout.queue import RequestQueue
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.pipeline import RolloutPlan
 from roll_core.types import SamplingParams
 from roll_pipeline_agentic.agentic import EpisodeOrder

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.types import Rollout, TurnRecord
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.config import ResponseMaskConfig

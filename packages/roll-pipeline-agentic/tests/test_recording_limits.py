@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_pipeline_agentic import recording_server
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
 from roll_pipeline_agentic.recording import Limits, Recorder

@@ -17,7 +17,7 @@ from roll_core.config import load
 from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, DataError
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_pipeline_agentic.config import EvaluateEpisodesConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 from roll_core.data.rollouts import rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
 from roll_core.types import Reward
 from roll_pipeline_agentic.calls import wire_arguments

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from roll_core.data.rows import read_rows
 from roll_core.errors import DataError, ModelError, NonFiniteError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.model import ModelSpec
 from roll_pipeline_diffusion.cache import ArrayCache, files_identity, key_of
 from roll_pipeline_diffusion.decoding import LatentDecoder, from_uint8, to_uint8

@@ -23,9 +23,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from roll_core.errors import ConfigError, ContractError, DataError, ModelError, UnsupportedError
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.module_program import ModuleBatch
 from roll_core.spec.providers import RewardProvider
-from roll_core.spec.worker_config import RewardConfig
 from roll_pipeline_diffusion import plugin
 from roll_pipeline_diffusion.rewards import config as schemas
 from roll_pipeline_diffusion.rewards.base import DifferentiableReward, DifferentiableRewards, ImageRewards

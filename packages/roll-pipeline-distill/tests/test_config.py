@@ -13,7 +13,7 @@ from roll_core.errors import ConfigError, DataError
 from roll_core.pipelines.experience import Experience
 from roll_core.pipelines.stages import policy_masks
 from roll_core.plugins.registry import load_registry
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.types import Group, Reward, Sample
 from roll_pipeline_distill.config import DistillConfig
 from roll_testing.errors import mentions, raises_error

@@ -7,7 +7,7 @@ import pytest
 
 from roll_core.data.rows import Rows
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.types import TrainSequence
 from roll_pipeline_distill.stored import check_stored, with_stored
 from roll_testing.errors import raises_error

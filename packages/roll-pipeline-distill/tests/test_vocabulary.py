@@ -2,7 +2,7 @@
 
 import json
 
-from roll_core.spec.arguments import ModelArguments
+from roll_core.spec.config import ModelArguments
 from roll_pipeline_distill.vocabulary import difference, stored_vocabulary, vocabulary_size
 from roll_testing.errors import mentions
 

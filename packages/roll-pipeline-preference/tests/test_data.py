@@ -13,7 +13,7 @@ from roll_core.data.rows import read_rows
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import DataError
 from roll_core.runtime.run.tokenizer import load_tokenizer
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.types import TrainSequence
 from roll_pipeline_preference.encode import CHOSEN, DESIRABLE, MARGIN, encode_labelled, encode_pairs, mismatched
 from roll_testing.errors import mentions, raises_error

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from roll_core.config import load
 from roll_core.data.rows import read_rows
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.pipeline import ScoredSequences
 from roll_core.types import TrainSequence
 from roll_pipeline_preference.encode import encode_pairs

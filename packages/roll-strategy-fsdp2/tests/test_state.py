@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CheckpointError, UnsupportedError
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.spec.providers import TrainProvider
 from roll_modeling.model import load_model

@@ -9,7 +9,7 @@ from roll_wrong.plugin import ADAPTERS, WRONG_ENGINES
 from safetensors.torch import load_file, save_file
 
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_testing import InferStrategyConformance, ReferenceModel
 

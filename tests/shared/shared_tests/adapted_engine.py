@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import CorruptTensorError, MissingTensorError, StaleWeightsError, UnexpectedTensorError
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import LoraSpec
 from roll_testing.errors import raises_error
 from roll_testing.infer.adapters import merged, random_adapter

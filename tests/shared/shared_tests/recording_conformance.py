@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from roll_core.data.rollouts import rows, tokens_of
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.rollout import RolloutContext
 from roll_core.types import Completion, CompletionOutput, Media, SamplingParams
 from roll_pipeline_agentic.chat_encoder import ChatEncoder

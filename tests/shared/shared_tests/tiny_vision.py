@@ -10,7 +10,7 @@ from roll_core.data.media import image_media
 from roll_core.data.processor import processor_of
 from roll_core.data.rows import RowVideo
 from roll_core.data.video import load_video
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.rollout import IMAGE
 from roll_core.types import Media, TrainSequence
 from roll_testing.images import qwen_positions

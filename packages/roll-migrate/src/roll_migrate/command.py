@@ -23,8 +23,8 @@ from roll_core.config.dump import Dumper, escape
 from roll_core.config.schema import members
 from roll_core.errors import ConfigError, ConfigProblem, PluginError, RunDirectoryError, UnsupportedError
 from roll_core.plugins.targets import load_target, schema_of
+from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import ImporterProvider, PipelineProvider
-from roll_core.spec.run_config import RunConfig
 from roll_migrate.conversion import Verbatim
 from roll_migrate.rules import IMPORT_STATUSES
 

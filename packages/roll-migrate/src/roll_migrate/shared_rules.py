@@ -126,7 +126,7 @@ def first_row(name: Any) -> Mapping[str, Any] | None:
     """Values of the first row of a data file; None if it cannot be read from here."""
     from roll_core.data.rows import read_rows
     from roll_core.errors import RollError
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
 
     if not isinstance(name, str) or not Path(name).is_file():
         return None

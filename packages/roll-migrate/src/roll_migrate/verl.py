@@ -17,8 +17,8 @@ from roll_core.config.positions import FileLayer, Positions
 from roll_core.config.source import Loader, read_source
 from roll_core.errors import ConfigError, ConfigProblem, UnsupportedError
 from roll_core.plugins.targets import schema_of
+from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import PipelineProvider
-from roll_core.spec.run_config import RunConfig
 from roll_migrate import verl_keys as verl
 from roll_migrate import verl_sft as sft
 from roll_migrate.conversion import (

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.data.processor import Processor
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_core.spec.environment import Message
     from roll_core.types import Media, TokenIds
     from roll_pipeline_agentic.tool_calls import ParsedReply, SettledParts, Span

@@ -16,19 +16,21 @@ from typing_extensions import override
 from roll_core.data.tokenizers import has_tokenizer, stored_chat_template
 from roll_core.errors import install_command
 from roll_core.pipelines.config import EvaluationConfig, PolicyConfig
-from roll_core.spec.arguments import DataArguments, GeneratingArguments
 from roll_core.spec.config import (
     AdvantageOptions,
     Config,
+    CustomEnvConfig,
+    DataArguments,
     Fraction,
+    GeneratingArguments,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    RewardKeys,
+    RunConfig,
 )
 from roll_core.spec.providers import Isolation  # noqa: TC001 - pydantic reads the annotation
-from roll_core.spec.run_config import RewardKeys, RunConfig
-from roll_core.spec.worker_config import CustomEnvConfig
 from roll_pipeline_agentic.tool_calls import ReplyPart, ToolFormat, tool_format_of
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from roll_core.pipelines.evaluate import check_terms
 from roll_core.pipelines.plans import evaluate
 from roll_core.pipelines.score_metrics import CI_HIGH, CI_LOW
 from roll_core.spec.agent import Session
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.pipeline import Pipeline
 from roll_core.spec.rollout import Prompt, RolloutProgram
 from roll_core.types import Group, SamplingParams

@@ -9,10 +9,19 @@ from typing_extensions import override
 
 from roll_core.errors import ModelError
 from roll_core.pipelines.config import sequences_per_step
-from roll_core.spec.arguments import DataArguments
-from roll_core.spec.config import Config, Needs, NonNegativeFloat, PositiveFloat, PositiveInt, invalid
-from roll_core.spec.run_config import RunConfig
-from roll_core.spec.worker_config import Rewards, ScoreWorkerConfig, TrainWorkerConfig
+from roll_core.spec.config import (
+    Config,
+    DataArguments,
+    Needs,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Rewards,
+    RunConfig,
+    ScoreWorkerConfig,
+    TrainWorkerConfig,
+    invalid,
+)
 from roll_pipeline_diffusion.algorithm_config import FlowAlgorithmConfig, NFTOptions
 from roll_pipeline_diffusion.models.description import describe_args
 from roll_pipeline_diffusion.rewards.config import ImageRewardConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.data.rows import file_names, need_column, text_of
 from roll_core.errors import DataError, RollError
-from roll_core.spec.arguments import ModelArguments
+from roll_core.spec.config import ModelArguments
 from roll_pipeline_diffusion.encoders import given_conditioning
 from roll_pipeline_diffusion.models.description import describe_args
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.data.rows import Row, Rows
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_pipeline_diffusion.models.description import FlowDescription
 
 CONDITIONING = "cond"

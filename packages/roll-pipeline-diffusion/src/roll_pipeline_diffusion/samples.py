@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_core.data.rows import Row, Rows
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_core.spec.module_program import ModuleBatch, ProgramModule
     from roll_pipeline_diffusion.config import RewardFlowConfig
     from roll_pipeline_diffusion.programs import SamplingProgram

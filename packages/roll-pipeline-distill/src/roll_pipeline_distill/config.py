@@ -22,15 +22,24 @@ from roll_core.pipelines.keys import (
     PolicyLossKeys,
     PositiveNLLKeys,
 )
-from roll_core.spec.config import Config, Fraction, Needs, NonNegativeFloat, PositiveFloat, PositiveInt
-from roll_core.spec.worker_config import InferWorkerConfig, ScoreWorkerConfig, WorkerConfig
+from roll_core.spec.config import (
+    Config,
+    Fraction,
+    InferWorkerConfig,
+    Needs,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ScoreWorkerConfig,
+    WorkerConfig,
+)
 from roll_pipeline_distill.rules import TOPK, check
 from roll_pipeline_distill.stored import check_stored
 from roll_pipeline_distill.vocabulary import Vocabulary, difference, stored_vocabulary, vocabulary_size
 
 if TYPE_CHECKING:
     from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_core.spec.providers import Provider
 
 Divergence = Literal[

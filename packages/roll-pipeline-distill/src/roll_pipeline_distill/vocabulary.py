@@ -15,7 +15,7 @@ from roll_core.spec.model import is_hub_id, model_keys
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.arguments import ModelArguments
+    from roll_core.spec.config import ModelArguments
 
 Vocabulary = dict[str, int]
 """Id of each token."""

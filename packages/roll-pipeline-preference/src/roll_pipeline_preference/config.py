@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import override
 
-from roll_core.spec.arguments import DataArguments
-from roll_core.spec.config import Fraction, Needs, NonNegativeFloat, PositiveFloat
-from roll_core.spec.run_config import RewardRunConfig, RunConfig
-from roll_core.spec.worker_config import InferWorkerConfig, ScoreWorkerConfig, TrainWorkerConfig, ValidationConfig
+from roll_core.spec.config import (
+    DataArguments,
+    Fraction,
+    InferWorkerConfig,
+    Needs,
+    NonNegativeFloat,
+    PositiveFloat,
+    RewardRunConfig,
+    RunConfig,
+    ScoreWorkerConfig,
+    TrainWorkerConfig,
+    ValidationConfig,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

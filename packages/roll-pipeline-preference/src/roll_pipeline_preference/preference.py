@@ -31,7 +31,7 @@ from roll_pipeline_preference.terms import PreferenceTerm
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_core.spec.pipeline import RoleSpec, TrainRole
     from roll_core.spec.train import LossFn
     from roll_core.types import Floats, TrainSequence

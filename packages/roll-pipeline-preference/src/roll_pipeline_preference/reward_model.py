@@ -25,7 +25,7 @@ from roll_pipeline_preference.terms import BradleyTerryTerm
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_core.spec.pipeline import RoleSpec
 
 

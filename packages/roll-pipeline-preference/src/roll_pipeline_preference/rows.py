@@ -13,7 +13,7 @@ from roll_core.errors import DataError
 
 if TYPE_CHECKING:
     from roll_core.data.rows import Message, Row, Rows
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
 
 MAX_MARGIN = 3e38
 """Largest margin, within the range of float32."""

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 from typing_extensions import override
 
-from roll_core.spec.arguments import GeneratingArguments
-from roll_core.spec.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
-from roll_core.spec.worker_config import EngineRewardConfig, RewardConfig
+from roll_core.spec.config import (
+    Config,
+    EngineRewardConfig,
+    GeneratingArguments,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RewardConfig,
+)
 from roll_rewards.function_config import FunctionConfig
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from roll_core.data.rows import RowVideo
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.data.video import load_video
 from roll_core.errors import ModelError
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.types import TrainSequence
 from roll_modeling.model import DTYPES, quiet

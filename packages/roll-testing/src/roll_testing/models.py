@@ -9,7 +9,7 @@ import numpy as np
 
 from roll_core.data.pack import FLOATS, GATHERED
 from roll_core.data.tokenizers import make_tokenizer
-from roll_core.spec.arguments import TokenizerConfig
+from roll_core.spec.config import TokenizerConfig
 from roll_core.spec.model import ModelSpec
 from roll_core.types import TrainSequence
 

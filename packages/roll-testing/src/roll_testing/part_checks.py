@@ -12,7 +12,7 @@ from roll_core.errors import PluginError, PluginLoadError, closest
 from roll_core.plugins.records import kind_of
 from roll_core.plugins.requirements import check_requirements, is_absent
 from roll_core.plugins.targets import data_file, known_errors, load_class, load_target
-from roll_core.spec import config, providers, run_config, worker_config
+from roll_core.spec import config, providers
 from roll_core.spec.providers import (
     CheckProvider,
     FragmentProvider,
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from roll_core.plugins.registry import Registry
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.diagnostics import CheckContext, CheckResult
     from roll_core.spec.plan import MemoryEstimate, MemoryInput, PipelinePlan
     from roll_core.spec.providers import Provider
-    from roll_core.spec.run_config import RunConfig
 
 
 def check_parts(registry: Registry) -> tuple[list[str], list[str]]:
@@ -186,7 +186,7 @@ def _schema(record: Provider) -> type:
     schemas: dict[type[Provider], type] = {
         providers.TrainProvider: config.StrategyConfig,
         providers.InferProvider: config.StrategyConfig,
-        providers.PipelineProvider: run_config.RunConfig,
-        providers.RewardProvider: worker_config.RewardConfig,
+        providers.PipelineProvider: config.RunConfig,
+        providers.RewardProvider: config.RewardConfig,
     }
     return schemas.get(type(record), config.Config)

@@ -20,9 +20,9 @@ import pytest
 
 from roll_core.errors import RewardFailure
 from roll_core.plugins.targets import load_class, schema_of
+from roll_core.spec.config import EngineRewardConfig, ModelRewardConfig, RewardConfig
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.rollout import RewardFunction, RewardRequest
-from roll_core.spec.worker_config import EngineRewardConfig, ModelRewardConfig, RewardConfig
 from roll_core.types import Reward, Sample
 from roll_testing.environments import USELESS
 from roll_testing.packaging import PackagingTests

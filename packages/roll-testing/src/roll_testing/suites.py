@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from roll_core.plugins.loader import Plugin
+    from roll_core.spec.config import RewardConfig
     from roll_core.spec.rollout import RewardFunction, RewardRequest
-    from roll_core.spec.worker_config import RewardConfig
 
 
 class AnyReward(RewardConformance):

@@ -31,7 +31,7 @@ from roll_core.data.rows import (
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, DataError, UnsupportedError
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_tools.data_audit import (
     PIPELINES,
     AuditFinding,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from roll_core.data.rows import Row, Rows
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.run_config import RunConfig
+    from roll_core.spec.config import RunConfig
     from roll_core.types import Media, SampledFrames, TokenIds
     from roll_tools.data_audit import ReadRows
 

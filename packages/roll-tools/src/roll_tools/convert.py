@@ -32,8 +32,8 @@ from roll_core.host import usable_cores
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.run.roles import PORTABLE
 from roll_core.runtime.run.run_saver import SavedRun
+from roll_core.spec.config import WorkerConfig
 from roll_core.spec.model import saved_model
-from roll_core.spec.worker_config import WorkerConfig
 from roll_tools.checkpoint_listing import checkpoint_directories
 from roll_tools.settings import parse_settings
 

@@ -24,10 +24,9 @@ from roll_core.data.end_tokens import saved_end_ids, trained_end_ids
 from roll_core.data.rows import are_chats, has_response, messages_of, tools_of
 from roll_core.errors import DataError, PluginLoadError, install_command
 from roll_core.plugins.targets import load_class
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments, RewardKeys
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.rollout import RewardFunction
-from roll_core.spec.run_config import RewardKeys
 from roll_tools.saved_record import AUDIT
 
 if TYPE_CHECKING:
@@ -37,10 +36,9 @@ if TYPE_CHECKING:
 
     from roll_core.data.rows import Row, Rows
     from roll_core.plugins.registry import Registry
+    from roll_core.spec.config import RewardConfig, RunConfig
     from roll_core.spec.environment import Message
     from roll_core.spec.pipeline import Run
-    from roll_core.spec.run_config import RunConfig
-    from roll_core.spec.worker_config import RewardConfig
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
 
     ReadRows = Callable[[DataArguments], Rows]

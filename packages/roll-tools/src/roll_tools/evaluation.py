@@ -23,8 +23,8 @@ from roll_core.pipelines.keys import PromptKeys
 from roll_core.plugins.targets import schema_of
 from roll_core.runtime.records.checkpoint_directory import CheckpointDirectory
 from roll_core.runtime.records.scores import last_responses
+from roll_core.spec.config import RunConfig
 from roll_core.spec.providers import PipelineProvider
-from roll_core.spec.run_config import RunConfig
 from roll_tools.charts import figure
 from roll_tools.open_run import is_run, open_run
 

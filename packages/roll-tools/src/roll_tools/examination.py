@@ -18,17 +18,17 @@ from roll_core.plugins.requirements import alternatives, check_requirements
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.platform import make_platform
 from roll_core.runtime.workers.build import role_environments
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.diagnostics import CheckContext, CheckResult, Level
 from roll_core.spec.providers import CheckProvider, PlatformProvider
-from roll_core.spec.worker_config import RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from roll_core.plugins.registry import Registry
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import Provider
-    from roll_core.spec.run_config import RunConfig
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.records.mismatch import Diagnosis
     from roll_core.runtime.run.active_run import DatasetCache
-    from roll_core.spec.run_config import RunConfig
+    from roll_core.spec.config import RunConfig
     from roll_core.types import Media, TokenIds
     from roll_tools.mismatch_experiments import Pair
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.placement import Place
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.plan import Activity
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import ExecutorProvider, PipelineProvider
-    from roll_core.spec.run_config import RunConfig
 
 HARDEST: dict[str, tuple[Activity, ...]] = {"train": UPDATE, "score": ("score",), "generate": ("generate",)}
 

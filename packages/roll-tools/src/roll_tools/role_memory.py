@@ -20,23 +20,22 @@ from roll_core.errors import ModelError, PluginError, RollError, one_line
 from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.placement import slots_of
 from roll_core.runtime.workers.build import model_spec, offloads, provider_of
+from roll_core.spec.config import EngineRewardConfig
 from roll_core.spec.plan import DTYPE_BYTES, ComparedModel, MemoryEstimate, MemoryInput, MemoryItem
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.transport import WeightSizes
-from roll_core.spec.worker_config import EngineRewardConfig
 from roll_tools.sizes import model_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from roll_core.plugins.registry import Registry
+    from roll_core.spec.config import RunConfig, WorkerConfig
     from roll_core.spec.model import LoraSpec, ModelSize, ModelSpec
     from roll_core.spec.module_program import ModelLibrary
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.plan import Activity, MemorySaving
     from roll_core.spec.providers import InferProvider, TrainProvider
-    from roll_core.spec.run_config import RunConfig
-    from roll_core.spec.worker_config import WorkerConfig
     from roll_tools.placement import Placement
 
 SPECIAL_TOKENS = 2

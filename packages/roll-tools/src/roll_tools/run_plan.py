@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll_core.plugins.registry import Registry
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.plan import Activity
-    from roll_core.spec.run_config import RunConfig
     from roll_tools.placement import Placement
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.run_config import RunConfig
-    from roll_core.spec.worker_config import WorkerConfig
+    from roll_core.spec.config import RunConfig, WorkerConfig
     from roll_tools.role_memory import RoleMemory
 
 MAX_KINDS = 3

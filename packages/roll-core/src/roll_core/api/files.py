@@ -33,11 +33,9 @@ from roll_core.data.rows import (
 from roll_core.data.templates import NAMED, trained_replies
 from roll_core.data.tokenizers import CHAT_HINT, chat_problem
 from roll_core.errors import DataError, MissingRequirementError, ModelError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments, RewardConfig, RewardKeys, WorkerConfig
 from roll_core.spec.model import REWARD_MODEL_HINT, is_hub_id, model_keys, reward_model_problem
 from roll_core.spec.rollout import IMAGE, MEDIA_KINDS
-from roll_core.spec.run_config import RewardKeys
-from roll_core.spec.worker_config import RewardConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from roll_core.config.source import KeyPath
     from roll_core.data.rows import Row
     from roll_core.plugins.registry import Registry
-    from roll_core.spec.run_config import RunConfig
+    from roll_core.spec.config import RunConfig
     from roll_core.types import MediaKind
 
 FIRST_ROWS = 100

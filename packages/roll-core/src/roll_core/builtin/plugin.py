@@ -67,7 +67,7 @@ def roll_rewards() -> Iterator[RewardProvider]:
     yield RewardProvider(
         name="model",
         target="roll_core.runtime.rollout.model_rewards:ModelReward",
-        config="roll_core.spec.worker_config:ModelRewardConfig",
+        config="roll_core.spec.config:ModelRewardConfig",
         summary="The score of a reward model, which is a role of its own",
     )
 

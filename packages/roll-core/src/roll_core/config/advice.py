@@ -14,7 +14,7 @@ from roll_core.spec.model import model_keys
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.run_config import RunConfig
+    from roll_core.spec.config import RunConfig
 
 MIN_HIDDEN_SIZE = 512
 """Hidden size of the smallest models that advice applies to. Smaller ones are for tests."""

@@ -10,7 +10,7 @@ import yaml
 from roll_core.config.source import FLOAT
 
 if TYPE_CHECKING:
-    from roll_core.spec.run_config import RunConfig
+    from roll_core.spec.config import RunConfig
 
 
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # the C dumper if available

@@ -14,10 +14,9 @@ from roll_core.config.compose import compose
 from roll_core.config.validate import NAMED_PARTS, validate
 from roll_core.errors import ConfigError, ConfigProblem
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import Config, StrategyConfig
+from roll_core.spec.config import Config, RunConfig, StrategyConfig
 from roll_core.spec.model import model_keys, positions_of
 from roll_core.spec.providers import InferProvider, TrainProvider
-from roll_core.spec.run_config import RunConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

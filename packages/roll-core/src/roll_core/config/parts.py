@@ -18,9 +18,8 @@ from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.signatures import signature_problem
 from roll_core.plugins.targets import options_schema, schema_of
-from roll_core.spec.config import AUTO, Config
+from roll_core.spec.config import AUTO, Config, RunConfig
 from roll_core.spec.providers import ExecutorProvider, PipelineProvider, Provider
-from roll_core.spec.run_config import RunConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

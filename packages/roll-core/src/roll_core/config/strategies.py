@@ -14,8 +14,18 @@ from roll_core.config.schema import sections
 from roll_core.config.weight_transports import weight_finding
 from roll_core.errors import PluginError, install_command
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.arguments import EMBEDDINGS, DataArguments, ModelArguments
-from roll_core.spec.config import StrategyConfig
+from roll_core.spec.config import (
+    EMBEDDINGS,
+    DataArguments,
+    EngineRewardConfig,
+    InferWorkerConfig,
+    ModelArguments,
+    RewardConfig,
+    RunConfig,
+    StrategyConfig,
+    TrainWorkerConfig,
+    WorkerConfig,
+)
 from roll_core.spec.devices import is_even, parse_device_mapping, slots_by_node
 from roll_core.spec.model import model_keys
 from roll_core.spec.providers import (
@@ -26,14 +36,6 @@ from roll_core.spec.providers import (
     TrainProvider,
     exports_state,
     replays_experts,
-)
-from roll_core.spec.run_config import RunConfig
-from roll_core.spec.worker_config import (
-    EngineRewardConfig,
-    InferWorkerConfig,
-    RewardConfig,
-    TrainWorkerConfig,
-    WorkerConfig,
 )
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from roll_core.config.unknown_keys import meant
 from roll_core.errors import ConfigError, ConfigProblem, closest
 from roll_core.plugins.registry import is_user_function
 from roll_core.plugins.targets import schema_of
-from roll_core.spec.config import AdvantageOptions, Config
+from roll_core.spec.config import AdvantageOptions, Config, CustomEnvConfig, RewardConfig, RunConfig, WorkerConfig
 from roll_core.spec.providers import (
     AdvantageProvider,
     AgentProvider,
@@ -41,8 +41,6 @@ from roll_core.spec.providers import (
     WeightTransportProvider,
 )
 from roll_core.spec.rollout import MEDIA_KINDS
-from roll_core.spec.run_config import RunConfig
-from roll_core.spec.worker_config import CustomEnvConfig, RewardConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

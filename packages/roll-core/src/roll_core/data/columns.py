@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import DataError, closest, install_command
-from roll_core.spec.arguments import COLUMN_FILTERS
+from roll_core.spec.config import COLUMN_FILTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

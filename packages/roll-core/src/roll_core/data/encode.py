@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from roll_core.data.processor import Processor
     from roll_core.data.rows import Message, Row
     from roll_core.data.streamed import StreamedRows
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_core.spec.rollout import Prompt
     from roll_core.types import TokenIds
 

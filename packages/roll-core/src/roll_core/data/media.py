@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_core.spec.environment import Message
 
 KEYS = ("bytes", "path", "image", "url", "base64")

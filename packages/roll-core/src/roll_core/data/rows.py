@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pyarrow import RecordBatch
 
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
     from roll_core.types import MediaKind
 
 ENDINGS = {

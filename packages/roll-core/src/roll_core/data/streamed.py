@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
 
 Values = Mapping[str, Any]
 _FIRST_ROWS = 100

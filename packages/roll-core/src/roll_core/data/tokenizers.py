@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.spec.arguments import TokenizerConfig
+    from roll_core.spec.config import TokenizerConfig
 
 PAD, EOS = "<pad>", "<eos>"
 """Tokens with ids 0 and 1 in every tokenizer built here. There is no beginning-of-sequence token."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from roll_core.data.rows import RowVideo
     from roll_core.data.video_processor import Qwen2VideoProcessor
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments
 
 VIDEO_KEYS = ("video", "video_url", *KEYS)
 """Keys of a mapping that may have a video."""

@@ -26,11 +26,21 @@ from roll_core.pipelines.keys import (
     PromptKeys,
     RolloutKeys,
 )
-from roll_core.spec.arguments import GeneratingArguments
-from roll_core.spec.config import Config, NonNegativeInt, PositiveInt, invalid
+from roll_core.spec.config import (
+    Config,
+    GeneratingArguments,
+    InferWorkerConfig,
+    NonNegativeInt,
+    PositiveInt,
+    RewardKeys,
+    RewardRunConfig,
+    RunConfig,
+    TrainWorkerConfig,
+    ValidationConfig,
+    WorkerConfig,
+    invalid,
+)
 from roll_core.spec.providers import PolicyLossProvider
-from roll_core.spec.run_config import RewardKeys, RewardRunConfig, RunConfig
-from roll_core.spec.worker_config import InferWorkerConfig, TrainWorkerConfig, ValidationConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

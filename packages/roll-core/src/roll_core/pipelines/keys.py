@@ -9,8 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from roll_core.algorithms.correction_options import TrainInferCorrectionConfig
-from roll_core.spec.config import Config, Fraction, Needs, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from roll_core.spec.worker_config import InferWorkerConfig, ScoreWorkerConfig, TrainWorkerConfig
+from roll_core.spec.config import (
+    Config,
+    Fraction,
+    InferWorkerConfig,
+    Needs,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ScoreWorkerConfig,
+    TrainWorkerConfig,
+)
 
 
 class SoftOverlongPenaltyConfig(Config):

@@ -12,8 +12,8 @@ from roll_core.spec.plan import Phase, PipelinePlan
 
 if TYPE_CHECKING:
     from roll_core.pipelines.config import EvaluationConfig, PolicyConfig, SFTConfig
+    from roll_core.spec.config import RewardKeys
     from roll_core.spec.plan import Activity
-    from roll_core.spec.run_config import RewardKeys
 
 
 def sft(config: SFTConfig) -> PipelinePlan:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from roll_core.spec.config import QueryFilterConfig, RewardConfig
     from roll_core.spec.rollout import Prompt, PromptSampler
-    from roll_core.spec.worker_config import QueryFilterConfig, RewardConfig
     from roll_core.types import Group
 
 

@@ -57,10 +57,15 @@ if TYPE_CHECKING:
 
     from roll_core.pipelines.config import PolicyConfig, PromptRunConfig
     from roll_core.pipelines.prompt_order import PromptOrder
+    from roll_core.spec.config import (
+        AdvantageSizeConfig,
+        RewardRunConfig,
+        RunConfig,
+        TrainWorkerConfig,
+        ValidationConfig,
+    )
     from roll_core.spec.pipeline import Run, UpdateResult
-    from roll_core.spec.run_config import AdvantageSizeConfig, RewardRunConfig, RunConfig
     from roll_core.spec.train import LossFn
-    from roll_core.spec.worker_config import TrainWorkerConfig, ValidationConfig
     from roll_core.types import Group, Sample
 
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Literal
 from roll_core.field_docs import document_fields
 
 if TYPE_CHECKING:
+    from roll_core.spec.config import EnvironmentConfig, RunConfig
     from roll_core.spec.platform import Platform
-    from roll_core.spec.run_config import RunConfig
-    from roll_core.spec.worker_config import EnvironmentConfig
 
 Level = Literal["ok", "note", "warning", "error"]
 """Severity: `ok`; `note`: worth knowing; `warning`: runs may fail or be slow; `error`: runs will fail."""

@@ -33,12 +33,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments, RunConfig, WorkerConfig
     from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
     from roll_core.spec.rollout import Prompt, RolloutProgram
-    from roll_core.spec.run_config import RunConfig
     from roll_core.spec.train import LossFn, WantedOutputs
-    from roll_core.spec.worker_config import WorkerConfig
     from roll_core.types import (
         Completion,
         Floats,

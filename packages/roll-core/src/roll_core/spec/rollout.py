@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
-    from roll_core.spec.worker_config import EngineRewardConfig, RewardConfig
+    from roll_core.spec.config import EngineRewardConfig, RewardConfig
     from roll_core.types import (
         Completion,
         CompletionOutput,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll_core.errors import NotBuiltError, UnsupportedError
 from roll_core.field_docs import document_fields
-from roll_core.spec.arguments import TrainingArguments
+from roll_core.spec.config import TrainingArguments
 from roll_core.spec.module_program import LossOutput as LossOutput  # for importers of this module
 from roll_core.spec.module_program import move_tensors
 from roll_core.types import DataRank, Media, Totals

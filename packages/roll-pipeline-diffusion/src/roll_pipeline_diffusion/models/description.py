@@ -24,7 +24,7 @@ from roll_pipeline_diffusion.models.families import Family, family_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.arguments import ModelArguments
+    from roll_core.spec.config import ModelArguments
 
 EXPERTS = ("transformer", "transformer_2")
 """Components of a pipeline that are trained. The second is the expert for low noise of Wan 2.2."""

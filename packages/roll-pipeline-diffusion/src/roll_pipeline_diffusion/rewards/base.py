@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from roll_core.spec.config import RewardConfig
     from roll_core.spec.module_program import ModuleBatch
     from roll_core.spec.rollout import RewardRequest
-    from roll_core.spec.worker_config import RewardConfig
 
     Images = NDArray[np.uint8]
     """`[B, H, W, 3]`, or videos `[B, F, H, W, 3]`."""

@@ -14,8 +14,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from roll_core.errors import install_command
-from roll_core.spec.config import PositiveFloat, PositiveInt
-from roll_core.spec.worker_config import RewardConfig
+from roll_core.spec.config import PositiveFloat, PositiveInt, RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.data.rows import is_hub_name
 from roll_core.errors import DataError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.diagnostics import CheckResult
 from roll_core.spec.model import is_hub_id
 from roll_tools.checks.host import existing
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.diagnostics import CheckContext
-    from roll_core.spec.run_config import RunConfig
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 

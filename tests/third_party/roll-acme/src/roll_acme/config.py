@@ -6,9 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from roll_core.spec.config import PositiveInt, StrategyConfig
-from roll_core.spec.run_config import RunConfig
-from roll_core.spec.worker_config import InferWorkerConfig, RewardConfig, TrainWorkerConfig
+from roll_core.spec.config import (
+    InferWorkerConfig,
+    PositiveInt,
+    RewardConfig,
+    RunConfig,
+    StrategyConfig,
+    TrainWorkerConfig,
+)
 
 
 class AcmeConfig(StrategyConfig):

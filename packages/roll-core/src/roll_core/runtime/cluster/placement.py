@@ -19,8 +19,8 @@ from roll_core.spec.platform import HOST_DEVICE
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
+    from roll_core.spec.config import WorkerConfig
     from roll_core.spec.platform import Platform, RoleKind
-    from roll_core.spec.worker_config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from roll_core.runtime.records.tracking import is_lower_better
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-    from roll_core.spec.run_config import BestCheckpointConfig
+    from roll_core.spec.config import BestCheckpointConfig
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

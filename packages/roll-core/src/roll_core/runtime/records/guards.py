@@ -1,6 +1,6 @@
 """Guards: runtime checks that prevent a broken run from ending as a success.
 
-The schema `roll_core.spec.run_config.GuardsConfig` defines the guards and their meaning. This module has the remedies
+The schema `roll_core.spec.config.GuardsConfig` defines the guards and their meaning. This module has the remedies
 and applies the configured action (`error`, `warn` or `off`) when a guard trips. docs/guards.md has a section for each.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll_core.errors import GuardTrippedError, RollError, UnsupportedError
-from roll_core.spec.run_config import GuardConfig
+from roll_core.spec.config import GuardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from roll_core.spec.run_config import GuardAction, GuardsConfig
+    from roll_core.spec.config import GuardAction, GuardsConfig
 
 logger = logging.getLogger(__name__)
 

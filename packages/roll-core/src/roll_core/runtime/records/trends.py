@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from roll_core.spec.run_config import FallingRewardConfig
+    from roll_core.spec.config import FallingRewardConfig
 
 REWARD, VALIDATION = "score/mean", "val/score/mean"
 """Metrics that are tested: the rewards of training samples, and those of held-out prompts."""

@@ -34,7 +34,7 @@ from roll_core.errors import ConfigError, ConfigProblem, DataError, RewardFailur
 from roll_core.runtime.cluster.concurrency import background, cancel_all, gather
 from roll_core.runtime.rollout.requests import stable_seed
 from roll_core.runtime.workers.reward import scored
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_core.spec.model import REWARD_MODEL_HINT, reward_model_problem
 from roll_core.spec.rollout import IMAGE, EngineReward, RewardFunction, RewardRequest
 from roll_core.spec.train import WantedOutputs
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from roll_core.spec.config import EngineRewardConfig, ModelRewardConfig, RewardConfig
     from roll_core.spec.pipeline import TrainRole
-    from roll_core.spec.worker_config import EngineRewardConfig, ModelRewardConfig, RewardConfig
     from roll_core.types import Completion, Media, TokenIds
 
 log = logging.getLogger(__name__)

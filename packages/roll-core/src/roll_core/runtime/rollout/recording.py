@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from roll_core.runtime.rollout.requests import Outputs
+    from roll_core.spec.config import WorkerConfig
     from roll_core.spec.pipeline import RolloutPlan
     from roll_core.spec.rollout import Prompt
-    from roll_core.spec.worker_config import WorkerConfig
     from roll_core.types import GenerateRequest
 
 SCHEMA = 3

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.rollout.model_rewards import EngineRewardRole, ModelRewardRole
+    from roll_core.spec.config import RewardConfig
     from roll_core.spec.rollout import Prompt
-    from roll_core.spec.worker_config import RewardConfig
     from roll_core.types import Group, Sample
 
     AnyRewardRole: TypeAlias = "RewardRole | ModelRewardRole | EngineRewardRole"

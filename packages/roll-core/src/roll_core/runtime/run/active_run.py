@@ -24,10 +24,9 @@ from roll_core.runtime.cluster.leases import SlotLeases
 from roll_core.runtime.rollout.program import EVALUATION, ROLLOUT, GroupTerms, run_groups
 from roll_core.runtime.rollout.recording import BatchTerms, RecordedBatch, Replay, ReplayedRole, RewardStats
 from roll_core.runtime.rollout.scheduler import RolloutScheduler
-from roll_core.spec.config import Config
+from roll_core.spec.config import Config, RewardConfig
 from roll_core.spec.pipeline import NamedPart, RolloutBatches, Run
 from roll_core.spec.providers import InferProvider, PipelineProvider, Provider
-from roll_core.spec.worker_config import RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -49,10 +48,9 @@ if TYPE_CHECKING:
     from roll_core.runtime.rollout.recording import BatchFacts, Recorder
     from roll_core.runtime.rollout.scoring import RewardRouter
     from roll_core.runtime.run.roles import GroupInferRole, GroupTrainRole
-    from roll_core.spec.arguments import DataArguments
+    from roll_core.spec.config import DataArguments, RunConfig
     from roll_core.spec.pipeline import InferRole, RolloutPlan, Split
     from roll_core.spec.rollout import Prompt, RolloutProgram
-    from roll_core.spec.run_config import RunConfig
     from roll_core.types import Group, Sample, SamplingParams, TrainSequence
 
 P = TypeVar("P", bound=Provider)

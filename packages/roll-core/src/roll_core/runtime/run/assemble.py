@@ -40,8 +40,8 @@ from roll_core.runtime.workers.build import (
     slots_per_worker,
 )
 from roll_core.runtime.workers.strategy import model_vocab_size
+from roll_core.spec.config import EngineRewardConfig, ModelRewardConfig, RewardConfig
 from roll_core.spec.providers import InferProvider, RewardProvider, TrainProvider
-from roll_core.spec.worker_config import EngineRewardConfig, ModelRewardConfig, RewardConfig
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack

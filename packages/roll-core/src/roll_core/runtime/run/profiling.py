@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from roll_core.runtime.run.active_run import ActiveRun
-    from roll_core.spec.run_config import ProfileConfig
+    from roll_core.spec.config import ProfileConfig
 
 log = logging.getLogger(__name__)
 

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from roll_core.runtime.cluster.executors.base import WorkerGroup
     from roll_core.runtime.cluster.memory_use import MemoryUse
     from roll_core.runtime.run.followers import Followers
+    from roll_core.spec.config import WorkerConfig
     from roll_core.spec.module_program import ModuleLoss, ModuleProgram, ModuleRow
     from roll_core.spec.train import LossFn, LossMetrics, StateKind, StepStats
-    from roll_core.spec.worker_config import WorkerConfig
     from roll_core.types import Completion, DataRank, GenerateRequest, TrainSequence
 
 T = TypeVar("T")

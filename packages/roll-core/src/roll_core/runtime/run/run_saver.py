@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from roll_core.runtime.run.active_run import ActiveRun
     from roll_core.runtime.run.identity import RunIdentity
     from roll_core.runtime.run.roles import GroupTrainRole
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.model import ModelSpec
     from roll_core.spec.pipeline import Pipeline
-    from roll_core.spec.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 

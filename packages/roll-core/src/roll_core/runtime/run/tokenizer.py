@@ -12,14 +12,14 @@ from roll_core.data.rows import are_chats
 from roll_core.data.templates import chat_template_of, control_tokens
 from roll_core.data.tokenizers import has_tokenizer, make_tokenizer
 from roll_core.errors import ConfigError, ConfigProblem, ModelError, one_line
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.model import is_hub_id
-from roll_core.spec.worker_config import RewardConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll_core.runtime.run.active_run import DatasetCache
-    from roll_core.spec.run_config import RunConfig
+    from roll_core.spec.config import RunConfig
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from roll_core.config.weight_transports import within_one_process
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.openmp import wanted_threads
 from roll_core.runtime.cluster.platform import values_of
-from roll_core.spec.arguments import ModelArguments
-from roll_core.spec.config import StrategyConfig
+from roll_core.spec.config import ModelArguments, RewardConfig, StrategyConfig
 from roll_core.spec.diagnostics import RoleEnvironment
 from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.platform import HOST_BACKEND
@@ -28,7 +27,6 @@ from roll_core.spec.providers import (
     TrainProvider,
     replays_experts,
 )
-from roll_core.spec.worker_config import RewardConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,12 +35,10 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import GroupSpec, Survival
     from roll_core.runtime.cluster.placement import Place
-    from roll_core.spec.arguments import TrainingArguments
+    from roll_core.spec.config import RunConfig, TrainingArguments, WorkerConfig
     from roll_core.spec.pipeline import RoleSpec
     from roll_core.spec.platform import Platform
-    from roll_core.spec.run_config import RunConfig
     from roll_core.spec.train import TrainingSpec
-    from roll_core.spec.worker_config import WorkerConfig
 
 WORKERS = {
     "train": "roll_core.runtime.workers.train:TrainWorker",

@@ -22,8 +22,8 @@ from roll_core.plugins.requirements import check_requirements
 from roll_core.plugins.targets import load_class, load_target, schema_of
 from roll_core.reward_pool import RewardPool
 from roll_core.runtime.cluster.executors import wire
+from roll_core.spec.config import RewardConfig
 from roll_core.spec.rollout import RewardFunction
-from roll_core.spec.worker_config import RewardConfig
 from roll_core.types import Reward
 
 if TYPE_CHECKING:

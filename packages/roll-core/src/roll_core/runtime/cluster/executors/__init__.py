@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from roll_core.plugins.registry import Registry
     from roll_core.runtime.cluster.executors.base import Executor
     from roll_core.runtime.cluster.placement import Place
+    from roll_core.spec.config import RunConfig
     from roll_core.spec.platform import Platform
     from roll_core.spec.providers import ExecutorProvider
-    from roll_core.spec.run_config import RunConfig
 
 
 def executor_of(

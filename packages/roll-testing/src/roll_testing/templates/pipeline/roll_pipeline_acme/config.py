@@ -2,9 +2,7 @@
 
 from typing import Literal
 
-from roll_core.spec.config import PositiveInt
-from roll_core.spec.run_config import RewardRunConfig
-from roll_core.spec.worker_config import InferWorkerConfig, TrainWorkerConfig
+from roll_core.spec.config import InferWorkerConfig, PositiveInt, RewardRunConfig, TrainWorkerConfig
 
 
 class AcmePipelineConfig(RewardRunConfig):

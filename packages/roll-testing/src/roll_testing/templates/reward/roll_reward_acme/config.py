@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from roll_core.spec.config import NonNegativeFloat
-from roll_core.spec.worker_config import RewardConfig
+from roll_core.spec.config import NonNegativeFloat, RewardConfig
 
 
 class AcmeRewardConfig(RewardConfig):

@@ -1,10 +1,4 @@
-"""Base of all configuration schemas, their types, and the schemas that plugins subclass.
-
-A pipeline's schema subclasses `roll_core.spec.run_config.RunConfig`, a strategy's `StrategyConfig`, a reward's
-`roll_core.spec.worker_config.RewardConfig`. All schemas are frozen and reject unknown keys. Validation has no side
-effects: values are applied to the machine when a run starts. Cross-field rules belong in `model_validator`s that raise
-`ValueError` and spell out the arithmetic.
-"""
+"""Base of all configuration schemas, their types, and the schemas of a strategy and of advantage options."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from pydantic import (
 )
 
 from roll_core.field_docs import document_fields
-from roll_core.spec.arguments import DataArguments, TokenizerConfig
-from roll_core.spec.config import (
+from roll_core.spec.config.arguments import DataArguments, TokenizerConfig
+from roll_core.spec.config.base import (
     AUTO,
     GAP_BOUNDS,
     MAX_NAME_BYTES,
@@ -29,7 +29,7 @@ from roll_core.spec.config import (
     Seed,
     WeightFormat,
 )
-from roll_core.spec.worker_config import Rewards, ValidationConfig, WorkerConfig
+from roll_core.spec.config.worker import Rewards, ValidationConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from typing import Self

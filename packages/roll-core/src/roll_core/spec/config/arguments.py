@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from roll_core.field_docs import document_fields
-from roll_core.spec.config import (
+from roll_core.spec.config.base import (
     Config,
     Dtype,
     FiniteFloat,

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from roll_core.field_docs import document_fields
-from roll_core.spec.arguments import (
+from roll_core.spec.config.arguments import (
     DataArguments,
     FilterArguments,
     GeneratingArguments,
@@ -22,7 +22,7 @@ from roll_core.spec.arguments import (
     TrainingArguments,
     template_variables,
 )
-from roll_core.spec.config import (
+from roll_core.spec.config.base import (
     Config,
     EnvVars,
     FiniteFloat,
