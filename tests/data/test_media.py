@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import pickle
 import threading
 import zlib
@@ -138,6 +139,24 @@ def test_a_download_that_ends_early_is_not_kept(server):
     assert load(f"{server.url}/a.png", allow_urls=True).width == 3
 
 
+@pytest.mark.parametrize("reply", [b"<html>busy</html>", encoded(solid("RGB", RED))[:50], b""])
+def test_a_reply_that_is_no_image_is_not_kept(server, reply):
+    server.replies["/a.png"] = reply
+    with raises_error(DataError, WHERE):
+        load(f"{server.url}/a.png", allow_urls=True)
+    server.replies["/a.png"] = encoded(solid("RGB", RED))
+    assert load(f"{server.url}/a.png", allow_urls=True).width == 3
+    assert len(server.paths) == 2
+
+
+def test_an_oversized_image_of_a_url_is_kept(server):
+    server.replies["/a.png"] = encoded(solid("RGB", RED))
+    with raises_error(OversizedImageError, WHERE):
+        load(f"{server.url}/a.png", allow_urls=True, max_pixels=4, oversized_images="drop")
+    assert load(f"{server.url}/a.png", allow_urls=True).width == 3
+    assert len(server.paths) == 1
+
+
 def test_long_urls_are_no_base64(server):
     server.replies[long := "/a?" + "signature" * 200] = encoded(solid("RGB", RED))
     assert load(server.url + long, allow_urls=True).width == 3
@@ -180,6 +199,20 @@ def test_values_that_are_no_image_are_refused(value):
 def test_missing_files_are_refused(tmp_path, name):
     with raises_error(DataError, WHERE):
         load(name, tmp_path)
+
+
+def test_pipes_and_devices_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")  # it has no writer: a reader would block
+    for name, root in (("pipe.png", tmp_path), ("zero", Path("/dev"))):
+        with raises_error(DataError, WHERE, name):
+            load(name, tmp_path, image_roots=[str(root)])
+
+
+def test_files_of_many_gigabytes_are_refused(tmp_path):
+    with (tmp_path / "a.png").open("wb") as file:
+        file.truncate(5 << 30)  # sparse
+    with raises_error(DataError, WHERE, "a.png", "GiB"):
+        load("a.png", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["data:image/png;base64,%%%", "data:image/png;base64,", "data:image/svg+xml,<svg/>"])
@@ -334,9 +367,15 @@ def test_media_of_files_keep_paths_and_travel_as_bytes(tmp_path):
     assert load("a.png", tmp_path).path == str(tmp_path / "a.png")
 
 
-def test_messages_have_one_copy_of_an_images_bytes():
-    media = load(encoded(Image.effect_noise((64, 64), 50)))
-    assert len(pickle.dumps([media] * 8)) < 1.1 * len(pickle.dumps(media)) + 100
+@pytest.mark.parametrize("codec", [pickle, wire])
+def test_messages_have_one_copy_of_an_images_bytes(codec):
+    first, other = (load(encoded(Image.effect_noise((64, 64), 50))) for _ in range(2))
+    message = [{"media": (first, other), "id": id} for id in range(8)]
+    packed = codec.dumps(message)
+    assert len(packed) < 1.1 * len(codec.dumps((first, other))) + 800
+    received = codec.loads(packed)
+    assert received == message
+    assert [[media.data for media in part["media"]] for part in received] == [[first.data, other.data]] * 8
 
 
 @pytest.mark.parametrize("change", [lambda file: file.unlink(), lambda file: file.write_bytes(b"other")])

@@ -3,10 +3,12 @@
 import base64
 import io
 import json
+import os
 import pickle
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from roll_core.errors import DataError, UnsupportedError
 from roll_core.runtime.records.media_folder import MediaFolder
 from roll_core.runtime.run.tokenizer import load_tokenizer
 from roll_core.spec.config import DataArguments
+from roll_core.types import media_digest
 from roll_testing.errors import raises_error
 from shared_tests import video_reference
 from shared_tests.tiny_vision import IDS, VIDEO_TOKEN, VIDEO_TYPES, picture, write_processor
@@ -255,6 +258,7 @@ def test_frames_share_the_pixels_of_a_video(tokenizers, folder, keys, size):
         (["a.png"], "1 frames"),
         (["gone.mp4"], "gone.mp4"),
         (["text.mp4"], "decoded"),
+        (["pipe.mp4"], "pipe"),
         (["../rows.mp4"], "image_roots"),
         (["https://example.com/a.mp4"], "URL"),
         ([["a.png", "gone.png"]], "gone.png"),
@@ -268,6 +272,7 @@ def test_frames_share_the_pixels_of_a_video(tokenizers, folder, keys, size):
 )
 def test_videos_that_cannot_be_read_are_located_errors(tokenizers, folder, videos, fact):
     picture(112, 84).save(folder / "wide.png")
+    os.mkfifo(folder / "pipe.mp4")  # it has no writer: a reader would block
     rows, data = rows_of(folder, {"prompt": "fine<video>", "videos": "frames"}, {"prompt": "<video>", "videos": videos})
     with raises_error(DataError, "rows.jsonl row 2", fact):
         prompts(tokenizers["qwen2_5_vl"], rows, data)
@@ -275,6 +280,18 @@ def test_videos_that_cannot_be_read_are_located_errors(tokenizers, folder, video
         rows, data = rows_of(folder, *[dict(row.values) for row in rows], broken_images="drop")
         kept, counts = prompts(tokenizers["qwen2_5_vl"], rows, data)
         assert (len(kept), counts.broken_images) == (1, 1)
+
+
+def test_a_reply_that_is_no_video_is_not_kept(tokenizers, folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    url = "http://127.0.0.1:1/a.mp4"
+    cached = folder / "roll" / "urls" / media_digest(url.encode())
+    cached.parent.mkdir(parents=True)
+    for content, is_kept in ((b"<html>busy</html>", False), (encoded(), True)):
+        cached.write_bytes(content)
+        with nullcontext() if is_kept else raises_error(DataError, "row"):
+            read(tokenizers, folder, url, allow_urls=True)
+        assert cached.exists() == is_kept
 
 
 def test_a_truncated_file_is_a_located_error(tokenizers, folder):

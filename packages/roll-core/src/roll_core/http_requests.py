@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import socket
 import threading
+import time
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class _Deadline:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._is_over = timeout_s, False
+        self._end_s = time.monotonic() + timeout_s
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._timer = threading.Timer(timeout_s, self._end)
@@ -60,7 +62,7 @@ class _Deadline:
 
     def check(self) -> None:
         """Raise `TimeoutError` if the time is over."""
-        if self._is_over:
+        if self._is_over or time.monotonic() >= self._end_s:  # the timer's thread may be late
             raise TimeoutError(f"the reply took longer than {self._timeout_s:g} s")
 
     def close(self) -> None:

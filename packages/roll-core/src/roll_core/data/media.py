@@ -14,6 +14,7 @@ import math
 import os
 import tempfile
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from roll_core.spec.rollout import IMAGE
 from roll_core.types import Media, media_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from PIL import Image
 
@@ -38,6 +39,8 @@ KEYS = ("bytes", "path", "image", "url", "base64")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MAX_DECODED_PIXELS = 89_478_485
 """Larger images are refused before they are decoded: Pillow's own limit against decompression bombs."""
+MAX_FILE_BYTES = 4 << 30
+"""Larger files are refused before they are read."""
 ORIENTATION = 0x0112
 """EXIF's tag of an image's rotation."""
 _BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
@@ -85,7 +88,7 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
     elif isinstance(value, str) and value:
         try:
             path = str(allowed_path(value, where, data, folder))
-            raw = Path(path).read_bytes()
+            raw = file_bytes(Path(path))
         except DataError:
             raise
         except (OSError, ValueError) as error:  # ValueError: a null byte
@@ -93,7 +96,8 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
             raise DataError(f"{where}: image {value!r:.200} cannot be read: {reason}") from error
     else:
         raise DataError(f"{where}: an image is {value!r:.60}, expected a path, bytes or base64")
-    image, stored = _checked(raw, where, PixelLimits.of(data))
+    with forgotten_if_broken(value):
+        image, stored = _checked(raw, where, PixelLimits.of(data))
     digest = media_digest(stored)
     if stored is not raw:
         path = temporary_file(stored, digest, "png")
@@ -267,6 +271,33 @@ def allowed_path(value: str, where: str, data: DataArguments, folder: Path, what
             " data_args.image_roots"
         )
     return next((path for path in inside if path.exists()), inside[0])
+
+
+@contextmanager
+def forgotten_if_broken(value: object) -> Iterator[None]:
+    """Remove the file of the URL `value` from the cache if it is no image or video, so that the next run fetches it."""
+    try:
+        yield
+    except OversizedImageError:
+        raise
+    except DataError:
+        if isinstance(value, str) and "://" in value and base64_of(value) is None:
+            from roll_core.data.urls import forget
+
+            forget(value)
+        raise
+
+
+def file_bytes(path: Path) -> bytes:
+    """Contents of an image's or video's file.
+
+    Raises `OSError` for a file that cannot be read, that is not a regular one (a pipe would block), or is too large.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("it is a directory" if path.is_dir() else "it is a device or a pipe")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise OSError(f"it has more than {MAX_FILE_BYTES >> 30} GiB")
+    return path.read_bytes()
 
 
 def _checked(raw: bytes, where: str, limits: PixelLimits) -> tuple[Image.Image, bytes]:

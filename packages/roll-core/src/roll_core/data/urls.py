@@ -2,7 +2,8 @@
 
     ~/.cache/roll/urls/<BLAKE2 of the URL>
 
-A run that resumes reads the same bytes, even if the server has other ones by then.
+A run that resumes reads the same bytes, even if the server has other ones by then. What cannot be decoded is removed: a
+server may reply with a page that reports an error.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ def fetched(url: str) -> Path:
 
     Raises `DataError` for other schemes than `SCHEMES`, an answer other than 200, and a file that is too slow or large.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(cache, "roll", "urls", media_digest(url.encode()))
+    path = _cached(url)
     if not path.exists():
         data = _fetch(url)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,6 +41,16 @@ def fetched(url: str) -> Path:
         working.write_bytes(data)
         os.replace(working, path)
     return path
+
+
+def forget(url: str) -> None:
+    """Remove the file of `url` from the cache, if it has one."""
+    _cached(url).unlink(missing_ok=True)
+
+
+def _cached(url: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "roll", "urls", media_digest(url.encode()))
 
 
 def _fetch(url: str) -> bytes:

@@ -23,6 +23,8 @@ from roll_core.data.media import (
     allowed_path,
     base64_of,
     decoded_base64,
+    file_bytes,
+    forgotten_if_broken,
     in_rgb,
     load_image,
     resized,
@@ -70,11 +72,19 @@ def load_video(video: RowVideo, where: str, data: DataArguments, folder: Path, p
     Raises `DataError` for a video that is missing, corrupt, too short or outside of `data.image_roots`, and
     `OversizedImageError` for one that exceeds a maximum if `oversized_images` is `drop`.
     """
+    value = unwrapped(video.value, where, VIDEO_KEYS)
+    with forgotten_if_broken(value):
+        return _load(value, video, where, data, folder, processor)
+
+
+def _load(
+    value: Any, video: RowVideo, where: str, data: DataArguments, folder: Path, processor: Qwen2VideoProcessor
+) -> Media:
     drop = data.oversized_images == "drop"
     target_fps = data.video_fps if video.fps is None else video.fps
     fps = processor.fps if target_fps is None else target_fps
     _check_keys(video.value, where)
-    source = _source(unwrapped(video.value, where, VIDEO_KEYS), fps, where, data, folder)
+    source = _source(value, fps, where, data, folder)
     try:
         indices = processor.sample(source.num_frames, source.fps, target_fps=target_fps)
         if data.max_frames is not None and len(indices) > data.max_frames:
@@ -128,9 +138,9 @@ def _source(value: Any, fps: float, where: str, data: DataArguments, folder: Pat
         )
     if isinstance(value, Path):
         try:
-            value = value.read_bytes()
+            value = file_bytes(value)
         except OSError as error:
-            raise DataError(f"{where}: video {str(value)!r:.200} cannot be read: {error.strerror}") from error
+            raise DataError(f"{where}: video {str(value)!r:.200} cannot be read: {error.strerror or error}") from error
     if not isinstance(value, (bytes, bytearray)):
         raise DataError(f"{where}: a video is {value!r:.60}, expected a path, bytes, base64 or a list of frames")
     try:

@@ -9,6 +9,7 @@ a response may contain JSON with an escaped half of a pair.
     ERROR      ["module:Class", [argument, ...], trace, [note, ...]]      of ROLL's own errors and Python's
     NAME       "module:name" of a function or class        PATH       text        ENUM       ["module:Class", value]
     DATETIME, DATE, TIME, DECIMAL       text; of a time zone, the offset        DURATION   [days, seconds, microseconds]
+    MEDIA      digest of an image or video whose record came earlier in the message
 
 A pickle would name internal classes of the library that created a value, in a version that the receiver may not have.
 It could also run code. Tensors are not supported: weights travel through `roll_core.runtime.weights`.
@@ -24,6 +25,7 @@ import importlib
 import types
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -34,6 +36,7 @@ from roll_core.errors import RollError, UnsupportedError
 from roll_core.types import Media
 
 TUPLE, SET, ARRAY, NUMBER, RECORD, ERROR, NAME, PATH, ENUM, DATETIME, DATE, TIME, DURATION, DECIMAL = range(1, 15)
+MEDIA = 15
 _TEXT = "surrogatepass"
 _LARGEST = 2**32 - 1
 """Maximum size of one value in bytes: MessagePack's own limit."""
@@ -41,8 +44,14 @@ _LARGEST = 2**32 - 1
 
 def dumps(value: Any) -> bytes:
     """Serialize a value. Raises `UnsupportedError` with the type of a value that the schema does not support."""
+    return _packed(value, set())
+
+
+def _packed(value: Any, sent: set[str]) -> bytes:
+    """`sent` are digests of the images and videos that the message has so far."""
+    encode = partial(_extension, sent=sent)
     try:
-        packed: bytes = msgpack.packb(value, default=_extension, strict_types=True, unicode_errors=_TEXT)
+        packed: bytes = msgpack.packb(value, default=encode, strict_types=True, unicode_errors=_TEXT)
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, UnsupportedError):
             raise
@@ -55,11 +64,16 @@ def loads(data: bytes) -> Any:
 
     Arrays are writable. Raises `UnsupportedError` for a value that this environment cannot rebuild.
     """
+    return _unpacked(data, {})
+
+
+def _unpacked(data: bytes, received: dict[str, Media]) -> Any:
     limits = dict.fromkeys(("max_bin_len", "max_ext_len", "max_str_len", "max_array_len", "max_map_len"), _LARGEST)
-    return msgpack.unpackb(data, ext_hook=_value, strict_map_key=False, unicode_errors=_TEXT, **limits)
+    hook = partial(_value, received=received)
+    return msgpack.unpackb(data, ext_hook=hook, strict_map_key=False, unicode_errors=_TEXT, **limits)
 
 
-def _extension(value: Any) -> Any:
+def _extension(value: Any, sent: set[str]) -> Any:
     """Encode a value that MessagePack itself does not support."""
     kind = type(value)
     content: Any
@@ -102,17 +116,21 @@ def _extension(value: Any) -> Any:
                 if isinstance(value, plain) and kind is not plain:
                     return plain(value)
             raise UnsupportedError(f"{value} is too large to be sent to another Python environment")
+        case Media() if value.digest in sent:
+            code, content = MEDIA, value.digest
         case _ if dataclasses.is_dataclass(value):
+            if isinstance(value, Media):
+                sent.add(value.digest)
             value = value.in_memory() if isinstance(value, Media) else value
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
             code, content = RECORD, [name_of(kind), fields]
         case _:
             raise UnsupportedError(f"{kind.__module__}.{kind.__qualname__} cannot be sent to another environment")
-    return msgpack.ExtType(code, dumps(content))
+    return msgpack.ExtType(code, _packed(content, sent))
 
 
-def _value(code: int, data: bytes) -> Any:
-    content = loads(data)
+def _value(code: int, data: bytes, received: dict[str, Media]) -> Any:
+    content = _unpacked(data, received)
     if code in (ARRAY, NUMBER):
         dtype, shape, raw = content
         array = np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
@@ -130,7 +148,10 @@ def _value(code: int, data: bytes) -> Any:
     if code == RECORD:
         record = _found(content[0])
         if isinstance(record, type) and dataclasses.is_dataclass(record):
-            return record(**content[1])
+            value = record(**content[1])
+            if isinstance(value, Media):
+                received[value.digest] = value
+            return value
         raise UnsupportedError(f"{content[0]} is not a dataclass in this Python environment")
     if code == DURATION:
         return datetime.timedelta(*content)
@@ -143,6 +164,7 @@ def _value(code: int, data: bytes) -> Any:
         DATE: datetime.date.fromisoformat,
         TIME: datetime.time.fromisoformat,
         DECIMAL: Decimal,
+        MEDIA: received.__getitem__,
     }
     if code not in simple:
         raise UnsupportedError(f"extension {code} is unknown: the other environment has another roll-core")
