@@ -18,7 +18,7 @@ from roll_core.spec.model import LoraSpec, ModelSpec
 from roll_core.spec.rollout import IMAGE
 from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.export import write_model
-from roll_modeling.model import load_model
+from roll_modeling.model import image_parts, load_model
 from roll_testing.errors import raises_error
 from roll_testing.images import qwen_positions
 from shared_tests.tiny_vision import (
@@ -81,6 +81,26 @@ def test_packed_rows_equal_rows_alone(trainer, folders, model_type, layout):
     with torch.no_grad():
         alone = transformers_logprobs(folders[model_type], sequences)
     torch.testing.assert_close(logprobs(strategy, sequences), alone, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("layout", ["auto", "sdpa", "eager"])
+def test_sliding_layers_of_later_rows_see_whole_images(build, tmp_path, layout):
+    """transformers looks for the images of a packed Gemma 3 at remapped positions, wrong from the second row on."""
+    folder = tiny_vision(tmp_path, "gemma3")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["layer_types"] = ["sliding_attention"] * config["text_config"]["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    images = picture(56, 56), picture(56, 84, 1), picture(84, 56, 2)
+    rows = [
+        vision_sequence(folder, f"a{IMAGE}b", "cd", images[0], id="first"),
+        vision_sequence(folder, f"{IMAGE}text that is longer than the window", "ef", images[1], id="second"),
+        vision_sequence(folder, f"text that is longer{IMAGE}g{IMAGE}", "hi", *images[1:], id="third"),
+    ]
+    strategy = build(path=str(folder), tokenizer=str(folder), training=TRAINING, attn_implementation=layout)
+    assert strategy.task_model.backbone.flat is (layout == "auto")
+    with torch.no_grad():
+        alone_T = transformers_logprobs(folder, rows)
+    torch.testing.assert_close(logprobs(strategy, rows), alone_T, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -172,6 +192,33 @@ def test_images_and_videos_are_encoded_together(trainer, folders, model_type):
     strategy.model.model.visual.register_forward_hook(lambda *_: runs.append(1))
     logprobs(strategy, vision_batch(folders[model_type]))
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("model_type", sorted({*MODEL_TYPES, *VIDEO_TYPES}))
+def test_equal_images_are_encoded_once(trainer, folders, model_type):
+    """Samples of a group have the images of one prompt."""
+    folder = folders[model_type]
+    group = [replace(row, id=f"{row.id} sample {i}") for row in vision_batch(folder) for i in range(3)]
+    strategy, sizes = trainer(model_type, freeze=()), []
+
+    def gradients(rows):
+        strategy.model.zero_grad()
+        strategy.forward_backward(pack(rows), sft_objective())
+        named = {name: parameter.grad for name, parameter in strategy.model.named_parameters()}
+        return {name: grad for name, grad in named.items() if grad is not None and grad.any()}
+
+    image_parts(strategy.model)["vision"][0].register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(len(next(iter([*args, *kwargs.values()])))), with_kwargs=True
+    )
+    with torch.no_grad():
+        expected_T = transformers_logprobs(folder, group)
+    torch.testing.assert_close(logprobs(strategy, group), expected_T, rtol=0, atol=5e-6)
+    alone, together = gradients(vision_batch(folder)), gradients(group)
+    assert len(set(sizes)) == 1
+    assert together.keys() == alone.keys()
+    for name, expected in alone.items():
+        error = float((together[name] - expected).norm())
+        assert error <= 2e-5 * float(expected.norm()) + 1e-7, name
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import wraps
 
 import numpy as np
 import pytest
@@ -190,6 +191,30 @@ def test_blank_image_changes_logprobs(reference, with_engine):
     after = int(np.flatnonzero(prompt == IDS[IMAGE_TOKEN])[-1]) + 1
     assert np.abs(seen.prompt_logprobs[after:] - other.prompt_logprobs[after:]).max() > 0.01
     assert not np.array_equal(seen.outputs[0].logprobs, other.outputs[0].logprobs)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_models_memory_of_positions_is_not_used(tmp_path, with_engine, monkeypatch, model_type):
+    """`rope_deltas` are those of the last forward pass with images, whichever its rows."""
+    reference = Reference(tiny_vision(tmp_path, model_type))
+    prompts = mixed_prompts(reference)
+    kind = type(reference.model.model)
+    forward = kind.forward
+
+    @wraps(forward)
+    def forgetful(self, *args, **kwargs):
+        self.rope_deltas = torch.tensor([[1000]])
+        return forward(self, *args, **kwargs)
+
+    async def act(engine):
+        return await together(engine, *[ask(str(i), *prompt) for i, prompt in enumerate(prompts)])
+
+    monkeypatch.setattr(kind, "forward", forgetful)
+    completions = with_engine(act, spec=reference.spec)
+    monkeypatch.undo()
+    for (prompt, media), completion in zip(prompts, completions, strict=True):
+        (output,) = completion.outputs
+        np.testing.assert_allclose(output.logprobs, reference.logprobs(prompt, media, output.token_ids), atol=1e-4)
 
 
 def test_interrupted_response_continues_with_the_images(reference, with_engine):

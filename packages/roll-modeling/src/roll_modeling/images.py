@@ -3,6 +3,8 @@
     Media ── processor ──► pixels, grids ── encoder, projector ──► features, which replace embeddings of image tokens
     tokens, grids ── get_rope_index, one sequence at a time ──► positions of models whose positions have several axes
 
+Equal images of a microbatch, such as those of the samples of one prompt, are encoded once.
+
 Shapes: T flat tokens, S sequences, A axes of positions.
 """
 
@@ -21,6 +23,7 @@ from roll_core.data.media import image_media
 from roll_core.data.processor import SECONDS, loaded_processor, processor_of
 from roll_core.errors import DataError, ModelError, UnsupportedError
 from roll_core.spec.module_program import move_tensors
+from roll_core.spec.rollout import MEDIA_KINDS
 from roll_modeling.model import body_of, image_parts, load_tokenizer
 
 if TYPE_CHECKING:
@@ -31,14 +34,14 @@ if TYPE_CHECKING:
 
     from roll_core.data.processor import Processor
     from roll_core.spec.model import ModelSpec
-    from roll_core.types import Media
+    from roll_core.types import Media, MediaKind
 
 TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments with 1 at the tokens of images and 2 at those of videos, which a model's `forward` may have."""
 VIDEO_ARRAYS = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
 """Arrays of videos, and those of images that the encoder reads in the same way."""
-POSITION_ARRAYS = ("image_grid_thw", "video_grid_thw", SECONDS)
-"""Arrays that determine positions."""
+POSITION_ARRAYS: Mapping[str, MediaKind] = {"image_grid_thw": "image", "video_grid_thw": "video", SECONDS: "video"}
+"""Arrays that determine positions, and the kind whose."""
 PROBE_SIZE = 48, 80
 """Width and height of the image with which a model is tried."""
 
@@ -48,8 +51,12 @@ class Images:
     """Images and videos of one microbatch, on the model's device."""
 
     arrays: Mapping[str, Tensor]
-    """Inputs of the image encoder: of all images, then of all videos, so that it runs once."""
-    num_videos: int
+    """Inputs of the image encoder: of all different images, then of all different videos, so that it runs once."""
+    sizes: tuple[int, ...]
+    """Number of features of each of these."""
+    places: Mapping[str, tuple[int, ...]]
+    """Index among these of each image (`image`) and video (`video`), in the order of the sequences; without kinds that
+    the sequences lack."""
     types_T: Tensor
     """int64, 1 for tokens whose embeddings are features of images, 2 for those of videos, and 0 for text."""
     positions_AT: Tensor | None
@@ -122,15 +129,27 @@ class ImageReader:
         types_T = (tokens_T == self.processor.image_token_id).to(torch.int64)
         types_T = types_T.masked_fill(tokens_T == self.processor.video_token_id, 2)
         every = [media for sequence in media_S for media in sequence]
-        images, videos = ([media for media in every if media.kind == kind] for kind in ("image", "video"))
+        different = {
+            kind: list({media.digest: media for media in every if media.kind == kind}.values()) for kind in MEDIA_KINDS
+        }
         arrays, of_videos = (
-            {name: torch.from_numpy(array) for name, array in self.processor.inputs(some).items()}
-            for some in (images, videos)
+            {name: torch.from_numpy(array) for name, array in self.processor.inputs(different[kind]).items()}
+            for kind in MEDIA_KINDS
         )
+        index_of = {media.digest: index for index, media in enumerate(chain(*different.values()))}
+        places = {kind: tuple(index_of[media.digest] for media in every if media.kind == kind) for kind in MEDIA_KINDS}
         blocks = tuple(_blocks(types_L > 0) for types_L in torch.split(types_T, list(lengths)))
-        positions_AT = self._positions(tokens_T, types_T, lengths, media_S, blocks, arrays, of_videos, ids)
-        for name, of_images in VIDEO_ARRAYS.items() if videos else ():
-            arrays[of_images] = torch.cat([arrays[of_images], of_videos[name]]) if images else of_videos[name]
+        named, first = {**arrays, **of_videos}, {"image": 0, "video": len(different["image"])}
+        grids = {
+            name: named[name][[index - first[kind] for index in places[kind]]]
+            for name, kind in POSITION_ARRAYS.items()
+            if name in named
+        }
+        positions_AT = self._positions(tokens_T, types_T, lengths, media_S, blocks, grids, ids)
+        for name, of_images in VIDEO_ARRAYS.items() if of_videos else ():
+            arrays[of_images] = (
+                torch.cat([arrays[of_images], of_videos[name]]) if of_images in arrays else of_videos[name]
+            )
         device = next(self._module.parameters()).device
         named = {**arrays, "types_T": types_T}
         named |= {} if positions_AT is None else {"positions_AT": positions_AT}
@@ -138,7 +157,8 @@ class ImageReader:
         moved: dict[str, Any] = move_tensors(named, device)
         return Images(
             arrays={name: moved[name] for name in arrays},
-            num_videos=len(videos),
+            sizes=tuple(map(self.processor.num_features, chain(*different.values()))),
+            places={kind: indices for kind, indices in places.items() if indices},
             types_T=moved["types_T"],
             positions_AT=moved.get("positions_AT"),
             blocks=tuple(moved.get(f"block {index}") for index in range(len(blocks))),
@@ -150,11 +170,9 @@ class ImageReader:
         if both are frozen."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.trained):
             outputs = self._module.get_image_features(**self.inputs(images), return_dict=True)
-        if not images.num_videos:
+        if images.places == {"image": tuple(range(len(images.sizes)))}:
             return {"image": outputs}
-        num_images = len(outputs.pooler_output) - images.num_videos  # a tuple, in models that read videos
-        parts = {"image": slice(num_images), "video": slice(num_images, None)}
-        return {kind: _part(outputs, part) for kind, part in parts.items() if num_images or kind == "video"}
+        return {kind: _selected(outputs, images.sizes, indices) for kind, indices in images.places.items()}
 
     def inputs(self, images: Images) -> dict[str, Tensor]:
         """Inputs of the encoder that the model has, in the encoder's dtype."""
@@ -207,8 +225,7 @@ class ImageReader:
         lengths: Sequence[int],
         media_S: Sequence[tuple[Media, ...]],
         blocks: Sequence[Tensor | None],
-        arrays: Mapping[str, Tensor],
-        of_videos: Mapping[str, Tensor],
+        grids: Mapping[str, Tensor],
         ids: Sequence[str],
     ) -> Tensor | None:
         get_rope_index: Any = getattr(self._module, "get_rope_index", None)
@@ -216,10 +233,10 @@ class ImageReader:
             return None
         sizes = list(lengths)
         split = {
-            name: torch.split(array, [sum(media.kind == kind for media in sequence) for sequence in media_S])
-            for kind, named in (("image", arrays), ("video", of_videos))
-            for name, array in named.items()
-            if name in POSITION_ARRAYS
+            name: torch.split(
+                array, [sum(media.kind == POSITION_ARRAYS[name] for media in sequence) for sequence in media_S]
+            )
+            for name, array in grids.items()
         }
         parts: list[Tensor] = []
         every = zip(ids, torch.split(tokens_T, sizes), torch.split(types_T, sizes), media_S, blocks, strict=True)
@@ -231,19 +248,27 @@ class ImageReader:
                 raise DataError(
                     f"sequence {id}: images are not separated by other tokens, as the model's template does"
                 )
-            grids = {name: array_S[index] for name, array_S in split.items() if len(array_S[index])}
+            grids_by_name = {name: array_S[index] for name, array_S in split.items() if len(array_S[index])}
             positions_A1L, _ = get_rope_index(
-                input_ids=tokens_L[None], mm_token_type_ids=types_L[None], attention_mask=None, **grids
+                input_ids=tokens_L[None], mm_token_type_ids=types_L[None], attention_mask=None, **grids_by_name
             )
             parts.append(_continued(positions_A1L[:, 0], types_L))
         return torch.cat(parts, dim=1)
 
 
-def _part(outputs: Any, part: slice) -> Any:
-    """Outputs of `get_image_features` for some of the images."""
-    parts = {"pooler_output": outputs.pooler_output[part]}
+def _selected(outputs: Any, sizes: tuple[int, ...], indices: Sequence[int]) -> Any:
+    """Outputs of `get_image_features` for these images. `sizes` are the numbers of features of all images."""
+
+    def select(features: Any) -> Any:
+        is_joined = isinstance(features, torch.Tensor)  # [images or tiles, features, units]
+        flat = features.flatten(0, -2) if is_joined else torch.cat(list(features))
+        parts = torch.split(flat, list(sizes))
+        selected = tuple(parts[index] for index in indices)
+        return torch.cat(selected).view(-1, *features.shape[1:]) if is_joined else selected
+
+    parts = {"pooler_output": select(outputs.pooler_output)}
     if (deepstack := getattr(outputs, "deepstack_features", None)) is not None:
-        parts["deepstack_features"] = [features[part] for features in deepstack]
+        parts["deepstack_features"] = [select(features) for features in deepstack]
     return type(outputs)(**parts)
 
 
