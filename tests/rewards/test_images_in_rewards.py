@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import base64
 import io
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 from roll_core.data.media import image_media, with_parts
+from roll_core.errors import DataError
 from roll_core.spec.rollout import IMAGE
 from roll_rewards.config import JudgeModelConfig
 from roll_rewards.function import FunctionReward
 from roll_rewards.function_config import FunctionConfig
 from roll_rewards.judges import JudgeModelReward
+from roll_testing.errors import raises_error
 
 ROLL = """
 def f(prompt, response, images, answer=None):
@@ -67,6 +70,20 @@ def test_functions_that_name_images_get_them(user_module, seen, isolation, sourc
     reward.start()
     try:
         assert reward.score(seen(*images, **columns)).value == expected
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("source", [ALL_COLUMNS, ROLL])
+def test_images_are_read_for_functions_that_name_them(user_module, seen, tmp_path, isolation, source):
+    gone = replace(RED, path=str(tmp_path / "gone.png"))
+    config = {"reward": "function", "function": f"{user_module(source)}:f", "isolation": isolation}
+    reward = FunctionReward(FunctionConfig(**config))
+    reward.start()
+    try:
+        with raises_error(DataError, "gone.png") if source == ROLL else nullcontext():
+            assert reward.score(seen(gone, RED, answer=1)).value == 1.0
     finally:
         reward.close()
 

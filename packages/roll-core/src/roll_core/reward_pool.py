@@ -30,8 +30,8 @@ class RewardPool:
     """Pool of up to `size` child processes that each load one target. `call` may be used from any thread.
 
     The target is `"module:attribute"` of a function that takes `options` and returns the function that handles jobs.
-    Arguments, options and results are JSON. A process that misses a deadline or exits is replaced when it is next
-    needed.
+    That may have an attribute `facts`, which `start` returns. Arguments, options, results and facts are JSON. A process
+    that misses a deadline or exits is replaced when it is next needed.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class RewardPool:
         self._children: set[_Child] = set()
         self._closed = False
 
-    def start(self, *, wait: bool) -> None:
-        """Start the first process; with `wait`, block until its target is loaded.
+    def start(self, *, wait: bool) -> Any:
+        """Start the first process; with `wait`, block until its target is loaded, and return its `facts` or None.
 
         Raises `RewardFailure` if that fails.
         """
@@ -78,6 +78,7 @@ class RewardPool:
             self._discard(child)
             raise
         self._release(child)
+        return child.facts
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         """Call the target with `arguments`. Blocks until a process is free, and then for at most `timeout_s` seconds.
@@ -202,6 +203,7 @@ class _Child:
 
     def __init__(self, hello: Mapping[str, Any]) -> None:
         self.ready = False
+        self.facts: Any = None
         self._killing = threading.Lock()
         self._killed = False
         self._connection, theirs = socket.socketpair()
@@ -230,7 +232,7 @@ class _Child:
         if "error" in reply:
             log.info("a reward process failed to start\n%s", reply.get("trace", ""))
             raise RewardFailure(f"the reward process failed to start: {reply['error']}")
-        self.ready = True
+        self.ready, self.facts = True, reply["result"]
 
     def run(self, number: int, job: bytes, timeout_s: float) -> Mapping[str, Any]:
         """Send job `number` and return its reply."""

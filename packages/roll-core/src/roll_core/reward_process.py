@@ -2,7 +2,7 @@
 
     parent (RewardPool)                      child (this file)
        hello: sys.path, target, options  ->  load the target
-                         pid, ready | error <-
+                  pid, facts (ready) | error <-
        job: number, arguments, seconds   ->  handle(**arguments)
                 number, pid, result | error <-
        end of file                       ->  close the target, exit
@@ -69,13 +69,14 @@ def main() -> None:
             os._exit(0)  # the target forked and also returned here: only the first process replies
         return encode({"number": number, "pid": pid, **reply})
 
-    def load() -> Callable[..., Any]:
-        module, _, attribute = hello["target"].partition(":")
-        loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)(hello["options"])
-        return loaded
-
     loaded: list[Callable[..., Any]] = []
-    connection.sendall(outcome(lambda: loaded.append(load()), READY))
+
+    def load() -> Any:
+        module, _, attribute = hello["target"].partition(":")
+        loaded.append(getattr(importlib.import_module(module), attribute)(hello["options"]))
+        return getattr(loaded[0], "facts", None)
+
+    connection.sendall(outcome(load, READY))
     if not loaded:
         return
     (handle,) = loaded

@@ -20,13 +20,14 @@ from roll_core.reward_pool import RewardPool
 from roll_core.reward_process import describe
 from roll_core.spec.rollout import RewardFunction
 from roll_core.types import Reward
-from roll_rewards.user_function import RewardValues, prepare
+from roll_rewards.user_function import Scorer, prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from roll_core.spec.rollout import RewardRequest
     from roll_rewards.function_config import FunctionConfig
+    from roll_rewards.user_function import RewardValues
 
 MAX_HANGING = 8
 """Number of hung threads at which `isolation: none` refuses further calls."""
@@ -50,7 +51,8 @@ class FunctionReward(RewardFunction):
         config = self.config
         options = {"function": config.function, "signature": config.signature, "label": config.label}
         if config.isolation == "none":
-            self._in_worker = _InWorker(_load_here(config, options))
+            scorer = _load_here(config, options)
+            self._in_worker, self._facts = _InWorker(scorer), scorer.facts
             return
         self._pool = RewardPool(
             "roll_rewards.user_function:prepare",
@@ -60,7 +62,7 @@ class FunctionReward(RewardFunction):
             memory_mb=config.memory_limit_mb,
         )
         try:
-            self._pool.start(wait=True)
+            self._facts = self._pool.start(wait=True)
         except RewardFailure as failure:
             self.close()
             raise _cannot_use(config, str(failure)) from failure
@@ -71,11 +73,12 @@ class FunctionReward(RewardFunction):
 
         Raises `RewardFailure` with the cause if the function raises, hangs, crashes or returns no finite number.
         """
+        media = request.sample.media if self._facts["images"] else ()
         arguments: dict[str, Any] = {
             "prompt": request.prompt,
             "response": request.response,
             "messages": with_parts(request.messages, data=False),
-            "images": [base64.b64encode(media.read()).decode("ascii") for media in request.sample.media],
+            "images": [base64.b64encode(item.read()).decode("ascii") for item in media],
             "completion_ids": request.sample.response_ids.tolist(),
         }
         if self._pool is None:
@@ -125,7 +128,7 @@ class _InWorker:
             results.append(error)
 
 
-def _load_here(config: FunctionConfig, options: Mapping[str, Any]) -> Callable[..., RewardValues]:
+def _load_here(config: FunctionConfig, options: Mapping[str, Any]) -> Scorer:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:

@@ -23,6 +23,7 @@ import math
 import numbers
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_core.errors import RewardFailure, closest
@@ -37,10 +38,21 @@ RewardValues = dict[str, Any]
 """`value`, `failure` and `detail` of a `Reward`, as plain values."""
 
 
-def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
-    """Build the function that scores a sample by calling `options["function"]`.
+@dataclass(frozen=True)
+class Scorer:
+    """Scores a sample by a user's function."""
 
-    The sample is `(prompt, response, metadata, messages, completion_ids, images)`; images are base64.
+    score: Callable[..., RewardValues]
+    facts: Mapping[str, Any]
+    """`images`: True if the function reads images. Others need not be sent."""
+
+    def __call__(self, **sample: Any) -> RewardValues:
+        """Score `(prompt, response, metadata, messages, completion_ids, images)`; images are base64."""
+        return self.score(**sample)
+
+
+def prepare(options: Mapping[str, Any]) -> Scorer:
+    """Build the scorer that calls `options["function"]`.
 
     Raises any exception of importing the user's module, and AttributeError if it has no such function. Raises TypeError
     if the function cannot be called as `options["signature"]` requires, or needs a column that is not in
@@ -59,16 +71,22 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
     called = options.get("signature", "auto")
     if called == "auto":
         called = _signature_of(function)
-    label = options.get("label")
+    score = _adapted(name, function, called, options.get("columns"), options.get("label"))
+    return Scorer(score, {IMAGES: IMAGES in _parameters(function)})
+
+
+def _adapted(
+    name: str, function: Any, called: str, columns: Collection[str] | None, label: str | None
+) -> Callable[..., RewardValues]:
     if called == "openrlhf":
-        return _openrlhf(name, function, options.get("columns"), label)
+        return _openrlhf(name, function, columns, label)
     if label is not None:
         raise TypeError(f"{name} has no labels: remove `label`, or set signature: openrlhf")
     adapter = _ADAPTERS.get(called)
     if adapter is None:
         accepts, takes_images = _check_signature(name, function), IMAGES in _parameters(function)
-        if options.get("columns") is not None:
-            _check_columns(name, function, accepts, options["columns"])
+        if columns is not None:
+            _check_columns(name, function, accepts, columns)
 
         def score(
             prompt: str, response: str, metadata: Mapping[str, Any], images: Sequence[str] = (), **others: Any
@@ -85,7 +103,7 @@ def prepare(options: Mapping[str, Any]) -> Callable[..., RewardValues]:
             return reward_values(answer, name)
 
         return score
-    return adapter(name, function, options.get("columns"))
+    return adapter(name, function, columns)
 
 
 def _images(images: Sequence[str]) -> list[Any]:
