@@ -259,6 +259,7 @@ def test_frames_share_the_pixels_of_a_video(tokenizers, folder, keys, size):
         (["gone.mp4"], "gone.mp4"),
         (["text.mp4"], "decoded"),
         (["pipe.mp4"], "pipe"),
+        (["a\0b.mp4"], "path"),
         (["../rows.mp4"], "image_roots"),
         (["https://example.com/a.mp4"], "URL"),
         ([["a.png", "gone.png"]], "gone.png"),

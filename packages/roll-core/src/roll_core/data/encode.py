@@ -566,5 +566,8 @@ class EncodedSequences:
 def report_counts(what: str, rows: Rows, counts: Counts) -> None:
     """Log the counts. Raises `DataError` if no row is kept."""
     if counts.kept == 0 and counts.without_response < len(rows):
-        raise DataError(f"none of {len(rows)} {what} can be used: {counts}; increase prompt_length or response_length")
+        is_long = counts.overlong_prompts or counts.overlong_responses
+        hint = "; increase prompt_length or response_length" if is_long else ""
+        file = rows[0].where.rsplit(" row ", 1)[0]
+        raise DataError(f"{file}: none of {len(rows)} {what} can be used: {counts}{hint}")
     log.info("%d %s: %s", len(rows), what, counts)

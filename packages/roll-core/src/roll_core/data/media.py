@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from roll_core.data.rows import RowVideo, joined_parts
+from roll_core.data.rows import RowVideo, check_pixels, joined_parts
 from roll_core.errors import DataError, MissingRequirementError
 from roll_core.spec.rollout import IMAGE
 from roll_core.types import Media, media_digest
@@ -79,6 +79,8 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
     """
     if isinstance(value, Media):
         return value
+    if isinstance(value, dict):
+        check_pixels(value, where)
     value = unwrapped(value, where)
     path = ""
     if isinstance(value, (bytes, bytearray)):
@@ -89,15 +91,14 @@ def load_image(value: Any, where: str, data: DataArguments, folder: Path) -> Med
         try:
             path = str(allowed_path(value, where, data, folder))
             raw = file_bytes(Path(path))
-        except DataError:
-            raise
-        except (OSError, ValueError) as error:  # ValueError: a null byte
-            reason = getattr(error, "strerror", None) or error
+        except OSError as error:
+            reason = error.strerror or error
             raise DataError(f"{where}: image {value!r:.200} cannot be read: {reason}") from error
     else:
         raise DataError(f"{where}: an image is {value!r:.60}, expected a path, bytes or base64")
+    name = f"image {value!r:.200}" if path else f"an image of {len(raw)} bytes"
     with forgotten_if_broken(value):
-        image, stored = _checked(raw, where, PixelLimits.of(data))
+        image, stored = _checked(raw, where, PixelLimits.of(data), name)
     digest = media_digest(stored)
     if stored is not raw:
         path = temporary_file(stored, digest, "png")
@@ -196,7 +197,7 @@ def _placeless(text: str) -> str:
 @lru_cache(maxsize=256)
 def _received(raw: bytes) -> Media:
     """Equal images are one object: agents send all images again with each request."""
-    image, stored = _checked(raw, "message", PixelLimits())
+    image, stored = _checked(raw, "message", PixelLimits(), f"an image of {len(raw)} bytes")
     return Media(digest=media_digest(stored), width=image.width, height=image.height, data=stored)
 
 
@@ -261,13 +262,18 @@ def allowed_path(value: str, where: str, data: DataArguments, folder: Path, what
             return fetched(value)
         except DataError as error:
             raise DataError(f"{where}: {what} {error}") from error
+        except ValueError as error:  # a host that is none
+            raise DataError(f"{where}: {what} {value!r:.200} is no URL: {error}") from error
     value = unquote(rest) if rest else value
     roots = [Path(root).expanduser().resolve() for root in data.image_roots] or [folder.resolve()]
-    candidates = [(root / value).resolve() for root in roots]
+    try:
+        candidates = [(root / value).resolve() for root in roots]
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links
+        raise DataError(f"{where}: {what} {value!r:.200} is no path: {error}") from error
     inside = [path for path in candidates if any(path.is_relative_to(root) for root in roots)]
     if not inside:
         raise DataError(
-            f"{where}: {what} {value!r} is outside of {', '.join(map(str, roots))}: name its directory in"
+            f"{where}: {what} {value!r:.200} is outside of {', '.join(map(str, roots))}: name its directory in"
             " data_args.image_roots"
         )
     return next((path for path in inside if path.exists()), inside[0])
@@ -300,10 +306,10 @@ def file_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _checked(raw: bytes, where: str, limits: PixelLimits) -> tuple[Image.Image, bytes]:
+def _checked(raw: bytes, where: str, limits: PixelLimits, name: str) -> tuple[Image.Image, bytes]:
     """The decoded image and the bytes to store: `raw` itself if they decode to the same pixels without a conversion."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise MissingRequirementError("images need the package pillow: pip install 'roll-core[images]'") from error
 
@@ -313,17 +319,19 @@ def _checked(raw: bytes, where: str, limits: PixelLimits) -> tuple[Image.Image, 
             image = Image.open(io.BytesIO(raw), formats=FORMATS)
             # The further pictures of a camera's JPEG (MPO) are previews and depth maps.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-                raise DataError(f"{where}: an image is animated ({image.n_frames} frames): store its frames as images")
+                raise DataError(f"{where}: {name} is animated ({image.n_frames} frames): store its frames as images")
             if image.width * image.height > MAX_DECODED_PIXELS:
-                raise DataError(f"{where}: an image has {image.width} x {image.height} pixels, which is too large")
+                raise DataError(f"{where}: {name} has {image.width} x {image.height} pixels, which is too large")
             image.load()
             rotated = image.getexif().get(ORIENTATION, 1) != 1
             upright = ImageOps.exif_transpose(image) if rotated else image
             rgb = in_rgb(upright)
     except DataError:
         raise
+    except UnidentifiedImageError as error:  # its text has an address in memory
+        raise DataError(f"{where}: {name} is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoders raise all kinds of errors for corrupt bytes
-        raise DataError(f"{where}: an image of {len(raw)} bytes cannot be decoded: {error}") from error
+        raise DataError(f"{where}: {name} cannot be decoded: {error}") from error
     fitting = resized(rgb, where, limits)
     same = not rotated and fitting is rgb and image.mode in ("RGB", "L") and "transparency" not in image.info
     return fitting, raw if same else _png(fitting)

@@ -56,6 +56,8 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of images, video and audio in data of vision-language models."""
 IMAGE_PARTS = {"image": ("image", "url", "path", "base64"), "image_url": ("image_url",), "input_image": ("image_url",)}
 """Types of parts of a message's content that are images, and the keys that may have the image."""
+PIXEL_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of an image in the format of Qwen's tools."""
 VIDEO_PARTS = {"video": ("video", "url", "path", "base64"), "video_url": ("video_url",), "input_video": ("video_url",)}
 _PLACE = re.compile(rf"<(image|video)>(?!.*</\1>)|{IMAGE}", re.DOTALL)
 _MEDIA = re.compile(
@@ -397,6 +399,7 @@ def _place_media(messages: list[Message], row: Row, columns: Mapping[str, str | 
     """Put the images and videos of columns at their places: content parts without an image or video, `<image>` and
     `<video>` in the text, or else the beginning of the first message of the user."""
     values = {kind: _in_list(row.values.get(column)) for kind, column in columns.items() if column}
+    values = {kind: [{} if item is None else item for item in of] for kind, of in values.items()}  # {}: none is read
     values = {kind: [_row_video(item) if kind == "video" else item for item in of] for kind, of in values.items()}
     waiting = {kind: iter(of) for kind, of in values.items()}
     num_places = Counter[str]()
@@ -524,6 +527,7 @@ def joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
                 raise DataError(f"{where}: a part of type {kind} has no text, but {_short(part)}")
             texts.append(text)
         elif kind in IMAGE_PARTS:
+            check_pixels(part, where)
             key = next((key for key in IMAGE_PARTS[kind] if part.get(key) is not None), "")
             media.append({key: part[key]} if key == "base64" else part.get(key))
             texts.append(IMAGE)
@@ -534,6 +538,15 @@ def joined_parts(content: object, where: str) -> tuple[object, tuple[Any, ...]]:
         else:
             raise DataError(f"{where}: models read parts of type text, image and video, not {_short(part)}")
     return "".join(texts), tuple(media)
+
+
+def check_pixels(image: Mapping[Any, Any], where: str) -> None:
+    """Raise `DataError` if the mapping of an image has a size of its own, as for Qwen's tools: nothing reads it."""
+    if unread := [key for key in PIXEL_KEYS if image.get(key) is not None]:
+        raise DataError(
+            f"{where}: an image has the key {unread[0]!r}, which nothing reads: set data_args.min_pixels or max_pixels"
+            " instead"
+        )
 
 
 def _tool_call(value: object, where: str) -> dict[str, Any]:
