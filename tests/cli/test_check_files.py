@@ -120,11 +120,13 @@ def test_a_models_id_on_the_hub_is_not_looked_for(here):
     assert mistakes(GRPO.replace("pretrain: model", "pretrain: Qwen/Qwen3-0.6B")) == []
 
 
-def test_ids_of_modelscope_are_refused(here, monkeypatch):
+def test_ids_of_modelscope_need_its_library(here, monkeypatch):
     text = GRPO.replace("pretrain: model", "pretrain: Qwen/Qwen3-0.6B")
-    for value, keys in (("MODELSCOPE", ["pretrain"]), ("HUGGINGFACE_HUB", [])):
-        monkeypatch.setenv("MODEL_DOWNLOAD_TYPE", value)
-        assert [key for *_, key in mistakes(text)] == keys
+    monkeypatch.setenv("MODEL_DOWNLOAD_TYPE", "MODELSCOPE")
+    assert mistakes(text) == []
+    monkeypatch.setattr("roll_core.data.modelscope.find_spec", lambda name: None)
+    assert [key for *_, key in mistakes(text)] == ["pretrain"]
+    assert [key for *_, key in mistakes(text + "system_envs: {MODEL_DOWNLOAD_TYPE: HUGGINGFACE_HUB}\n")] == []
 
 
 def test_a_later_config_may_read_what_an_earlier_one_writes(here, capsys):

@@ -550,7 +550,7 @@ def _common(model: str) -> dict[str, Convert]:
             " ds.use_universal_ckpt local_rank",
             FASTER,
         ),
-        "use_ms": unsupported("download models and data from ModelScope, and name their directories"),
+        "use_ms": unsupported("set MODEL_DOWNLOAD_TYPE=MODELSCOPE for models, and name data modelscope://OWNER/NAME"),
         "bf16": unneeded("bf16 is the default"),
         "flash_attn": unneeded("attn_implementation: auto is the fastest exact one"),
     }

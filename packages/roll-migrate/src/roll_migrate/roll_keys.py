@@ -254,7 +254,7 @@ RUN: Table = {
         "checkpoints stay in the run's directory, output_dir/exp_name/number/checkpoints: set output_dir to a"
         " persistent disk"
     ),
-    "model_download_type": change("ids refer to the Hugging Face hub", values.model_download_type),
+    "model_download_type": change("MODELSCOPE becomes a variable of `system_envs`", values.model_download_type),
     "rollout_mock": change(
         "`mode: dump` → `record_rollouts: true`; ROLL's dumps cannot be read", values.rollout_mock, nested=True
     ),

@@ -136,10 +136,10 @@ def router_name(value: Any, key: Key) -> Outcome:
 
 
 def model_download_type(value: Any, key: Key) -> Outcome:
-    """ROLL's default is ModelScope; roll-core supports only the Hugging Face Hub."""
-    note = "ids refer to the Hugging Face hub"
-    is_hub = value == "HUGGINGFACE_HUB"
-    return key.unneeded(note) if is_hub else key.lacking(f"{note}: download the model, and set its directory")
+    """ROLL's default is ModelScope; that of roll-core is the Hugging Face Hub."""
+    if value == "HUGGINGFACE_HUB":
+        return key.unneeded("ids refer to the Hugging Face hub")
+    return key.changed({"system_envs.MODEL_DOWNLOAD_TYPE": "MODELSCOPE"}, "needs roll-core[modelscope]")
 
 
 def rollout_mock(value: Any, key: Key) -> Outcome:

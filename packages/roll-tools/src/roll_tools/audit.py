@@ -17,6 +17,7 @@ from roll_core.config import load
 from roll_core.config.explain import findings as findings_of
 from roll_core.data.encode import Encoder, media_of, tokenizer_texts
 from roll_core.data.end_tokens import saved_end_ids
+from roll_core.data.modelscope import with_local_models
 from roll_core.data.processor import processor_of
 from roll_core.data.rows import (
     first_rows,
@@ -81,7 +82,7 @@ def show_audit(
             findings, rows = audit_data(str(source), values, tokenizer, Path(folder), num_shown)
         else:
             loaded = load(Path(source), overrides, registry)
-            config: RunConfig = loaded.config
+            config: RunConfig = with_local_models(loaded.config)
             if not loaded.pipeline.tokenizer:
                 raise UnsupportedError(f"pipeline {config.pipeline} has no tokenizer and no chat template to audit")
             built = prepare_tokenizer(config, data, Path(folder))

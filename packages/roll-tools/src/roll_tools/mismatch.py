@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roll_core.config import load
+from roll_core.data.modelscope import with_local_models
 from roll_core.errors import MissingRequirementError, UnsupportedError, install_command
 from roll_core.runtime.records.mismatch import read_logprobs
 from roll_core.spec.providers import InferProvider, TrainProvider
@@ -54,7 +55,7 @@ def show_mismatch(
         diagnosis = read_logprobs(open_run(source).path, step).diagnose()
     else:
         chosen = [f"{ENGINE}.strategy_args={{strategy_name: {engine}}}"] if engine else []
-        config = load(source, [*overrides, *chosen], registry).config
+        config = with_local_models(load(source, [*overrides, *chosen], registry).config)
         with tempfile.TemporaryDirectory() as folder:
             diagnosis = pair_of(config, registry, Path(folder)).diagnose()
     bound = diagnosis.noise if threshold is None else threshold

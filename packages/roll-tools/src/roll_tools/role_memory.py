@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_transports import load_transport
+from roll_core.data.modelscope import cached_copy, selects_modelscope
 from roll_core.data.templates import control_tokens
 from roll_core.data.tokenizers import tokens_of_template
 from roll_core.errors import ModelError, PluginError, RollError, one_line
@@ -21,6 +22,7 @@ from roll_core.plugins.targets import load_target
 from roll_core.runtime.cluster.placement import slots_of
 from roll_core.runtime.workers.build import model_spec, offloads, provider_of
 from roll_core.spec.config import EngineRewardConfig
+from roll_core.spec.model import is_hub_id
 from roll_core.spec.plan import DTYPE_BYTES, ComparedModel, MemoryEstimate, MemoryInput, MemoryItem
 from roll_core.spec.providers import RewardProvider
 from roll_core.spec.transport import WeightSizes
@@ -285,12 +287,20 @@ def _borrows(role: RoleSpec, config: RunConfig, placement: Placement) -> bool:
 # -- sizes of models ---------------------------------------------------------------------------------------------------
 
 
-def _model_folder(path: str) -> Path:
-    """The model's directory, or its snapshot in the Hugging Face cache. Raises `ModelError` if neither exists."""
+def _model_folder(path: str, config: RunConfig) -> Path:
+    """The model's directory, or its snapshot in the cache of the Hub or of ModelScope. Raises `ModelError` if neither
+    exists."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+    if is_hub_id(path) and selects_modelscope(config.system_envs):
+        if (cached := cached_copy("model", path)) is not None:
+            return cached
+        raise ModelError(
+            f"{path} is neither a directory nor in the cache of ModelScope, and a plan downloads nothing: run"
+            f" modelscope download --model {path} config.json"
+        )
+    if is_hub_id(path):
         from huggingface_hub import try_to_load_from_cache
 
         config_file = try_to_load_from_cache(path, "config.json")
@@ -313,7 +323,7 @@ def size_of(spec: ModelSpec, config: RunConfig) -> ModelSize:
         if "vocab_size" not in keys:
             keys["vocab_size"] = _vocab_size(config)
         return model_size(keys, task=spec.task)
-    folder = _model_folder(spec.path)
+    folder = _model_folder(spec.path, config)
     file = folder / "config.json"
     try:
         keys = json.loads(file.read_text(encoding="utf-8"))

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from roll_core.config.explain import Finding
 from roll_core.config.schema import sections
 from roll_core.config.strategies import named_media, unread_media
+from roll_core.data.modelscope import lacks_modelscope, selects_modelscope
 from roll_core.data.rows import (
     Rows,
     are_chats,
@@ -125,11 +126,9 @@ class FileCheck:
             if self._is_written(source):
                 continue
             if is_hub_id(source) and not os.path.exists(folder):
-                if os.environ.get("MODEL_DOWNLOAD_TYPE", "").upper() == "MODELSCOPE":
-                    message = f"is the id {source}, which is read from the Hugging Face Hub, and MODEL_DOWNLOAD_TYPE"
-                    message += " is MODELSCOPE, from which runs do not download"
-                    hint = f"modelscope download --model {source} --local_dir models/{source.rpartition('/')[2]}"
-                    yield Finding(key_path, message, f"{hint}, and name the directory", code="ROLL-C040")
+                if selects_modelscope(_variables(data)) and (lacks := lacks_modelscope()):
+                    message = f"is the id {source}, which is read from ModelScope (MODEL_DOWNLOAD_TYPE): {lacks}"
+                    yield Finding(key_path, message, code="ROLL-C040")
                 continue
             if not os.path.isdir(folder):
                 hint = "correct the path, or name the config of the run that writes it before this one"
@@ -475,9 +474,14 @@ def _unusable(path: KeyPath, reward: RewardConfig, rows: list[Row]) -> Iterator[
 
 def _runs_here(reward: RewardConfig, data: Mapping[Any, Any]) -> bool:
     """True if the reward's workers import the same code as this process would."""
-    variables = data.get("system_envs")
-    elsewhere = {*reward.system_envs, *(variables if isinstance(variables, dict) else ())}
+    elsewhere = {*reward.system_envs, *_variables(data)}
     return reward.environment is None and "PYTHONPATH" not in elsewhere
+
+
+def _variables(data: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """The raw `system_envs` of a config."""
+    variables = data.get("system_envs")
+    return variables if isinstance(variables, dict) else {}
 
 
 def _run_from(name: str) -> str:

@@ -1,32 +1,34 @@
-"""Reads data sets of the Hugging Face Hub through the library `datasets`, which keeps them in its cache.
+"""Reads data sets of the Hugging Face Hub and of ModelScope through `datasets`, which keeps them in its cache.
 
 `hf://openai/gsm8k/main?split=test&revision=e53f048` has the arguments of `datasets.load_dataset`. Rows are read from
-the Arrow files of the cache, and images are not decoded.
+the Arrow files of the cache, and images are not decoded. `modelscope://` is the same for a repository of ModelScope,
+whose files are downloaded first.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from roll_core.data.modelscope import MODELSCOPE, cached_copy, digest_of, lacks_modelscope, snapshot_of
 from roll_core.errors import DataError, closest, install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Self
 
-HUB = "hf://"
-"""Beginning of the name of a data set of the Hub."""
 _PARAMETERS = ("split", "revision")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """Parts of a name `hf://OWNER/NAME[/SUBSET][?split=SPLIT&revision=REVISION]`."""
+    """Parts of a name `hf://OWNER/NAME[/SUBSET][?split=SPLIT&revision=REVISION]`, or of one of `modelscope://`."""
 
+    scheme: str = "hf://"
     repo: str
     subset: str | None = None
     split: str = "train"
@@ -36,12 +38,15 @@ class HubName:
 
     @classmethod
     def parse(cls, name: str) -> Self:
-        """Parse a name that begins with `HUB`. Raises `DataError`."""
-        path, _, query = name.removeprefix(HUB).partition("?")
+        """Parse a name for which `rows.is_hub_name` is true. Raises `DataError`."""
+        scheme, separator, rest = name.partition("://")
+        scheme += separator
+        path, _, query = rest.partition("?")
         parts = path.strip("/").split("/")
         if parts[0] == "datasets" or len(parts) not in (2, 3) or not all(parts):
             example = "/".join(parts[1:4]) if parts[0] == "datasets" and len(parts) > 2 else "openai/gsm8k"
-            raise DataError(f"{name}: expected hf://OWNER/NAME or hf://OWNER/NAME/SUBSET, for example hf://{example}")
+            expected = f"{scheme}OWNER/NAME or {scheme}OWNER/NAME/SUBSET"
+            raise DataError(f"{name}: expected {expected}, for example {scheme}{example}")
         values = {}
         for parameter in filter(None, query.split("&")):
             key, _, value = parameter.partition("=")
@@ -50,7 +55,7 @@ class HubName:
                 hint = f"did you mean {close}=…?" if close else "expected split=… and revision=…"
                 raise DataError(f"{name}: {parameter!r} is no parameter of a data set; {hint}")
             values[key] = unquote(value)
-        return cls(repo="/".join(parts[:2]), subset=parts[2] if len(parts) == 3 else None, **values)
+        return cls(scheme=scheme, repo="/".join(parts[:2]), subset=parts[2] if len(parts) == 3 else None, **values)
 
 
 class HubRows:
@@ -62,19 +67,34 @@ class HubRows:
         If the Hub cannot be reached, the data set must be in the cache. Raises `DataError`.
         """
         self._name, self._source = name, HubName.parse(name)
-        revision = revision or self._source.revision
         try:
             import datasets
         except ImportError as error:
-            raise DataError(f"{name}: data sets of the Hub need {install_command('roll-core[hub]')}") from error
+            extra = "modelscope" if self._is_modelscope else "hub"
+            raise DataError(f"{name}: data sets of the Hub need {install_command(f'roll-core[{extra}]')}") from error
+        self._builder: Any
+        if self._is_modelscope:
+            folder = snapshot_of("dataset", self._source.repo, self._source.revision)
+            self.revision = digest_of(folder)
+            """Commit of the rows, or the digest of the files of ModelScope."""
+            # The library may take changed files of a directory for those in its cache.
+            cache = Path(datasets.config.HF_DATASETS_CACHE, "modelscope", self.revision)
+            try:
+                self._builder = datasets.load_dataset_builder(str(folder), self._source.subset, cache_dir=str(cache))
+            except Exception as error:  # of the library, or a file of the data set
+                raise self._failed(error) from error
+            if revision not in (None, self.revision):
+                raise DataError(
+                    f"{name}: it has changed since the run that this one continues, whose files had the digest"
+                    f" {revision}, now {self.revision}: name a tag or commit (?revision=…)"
+                )
+            return
+        revision = revision or self._source.revision
         try:
-            self._builder: Any = datasets.load_dataset_builder(
-                self._source.repo, self._source.subset, revision=revision
-            )
+            self._builder = datasets.load_dataset_builder(self._source.repo, self._source.subset, revision=revision)
         except Exception as error:  # of the library, the network, or a file of the data set
             raise self._failed(error) from error
         self.revision = str(self._builder.hash)
-        """Commit of the rows."""
         if not _COMMIT.fullmatch(self.revision):
             raise DataError(f"{name}: the directory {self._source.repo} hides the data set of this name: rename it")
         # Without the Hub, the library reads the latest commit in its cache, whichever was requested.
@@ -84,6 +104,10 @@ class HubRows:
                 f"{name}: the Hub cannot be reached, and the latest commit in the cache is {self.revision}, not"
                 f" {revision}"
             )
+
+    @property
+    def _is_modelscope(self) -> bool:
+        return self._source.scheme == MODELSCOPE
 
     def all(self) -> Iterator[Mapping[str, Any]]:
         """Read the rows of `dataset`. Raises `DataError`."""
@@ -125,8 +149,22 @@ class HubRows:
                 "; roll-core audit reads it into the cache where the Hub can be reached (HF_ENDPOINT, HF_HUB_OFFLINE)"
             )
         elif isinstance(error, ValueError):
-            hint = f"; expected {HUB}{self._source.repo}/SUBSET?split=SPLIT"
+            hint = f"; expected {self._source.scheme}{self._source.repo}/SUBSET?split=SPLIT"
         return DataError(f"{self._name}: {text}{hint}")
+
+
+def first_hub_rows(name: str) -> Iterator[Mapping[str, Any]] | None:
+    """The rows of a data set in order, without downloading whole files. Raises `DataError`.
+
+    None for a data set of ModelScope that is not in the cache: only whole repositories are downloaded.
+    """
+    source = HubName.parse(name)
+    if source.scheme == MODELSCOPE:
+        if why := lacks_modelscope():
+            raise DataError(f"{name}: {why}")
+        if cached_copy("dataset", source.repo, source.revision) is None:
+            return None
+    return HubRows(name).first()
 
 
 def _values(dataset: Any) -> Iterator[Mapping[str, Any]]:

@@ -165,8 +165,8 @@ def file_names(data: DataArguments) -> list[str]:
 
 
 def is_hub_name(name: str) -> bool:
-    """True if a name in `data_args.file_name` is a data set of the Hub."""
-    return name.startswith("hf://")
+    """True if a name in `data_args.file_name` is a data set of the Hub or of ModelScope."""
+    return name.startswith(("hf://", "modelscope://"))
 
 
 def read_rows(data: DataArguments, revisions: Mapping[str, str] | None = None) -> Rows:
@@ -198,14 +198,16 @@ def read_rows(data: DataArguments, revisions: Mapping[str, str] | None = None) -
 def first_rows(name: str, data: DataArguments, count: int) -> Rows | None:
     """Read at most `count` rows of one file. None if that requires pyarrow, which is missing. Raises `DataError`.
 
-    Of a data set of the Hub, no more than these rows are downloaded, and nothing is kept.
+    Of a data set of the Hub, no more than these rows are downloaded, and nothing is kept. None for one of ModelScope
+    that is not in the cache.
     """
     table = None
     try:
         if is_hub_name(name):
-            from roll_core.data.hub import HubRows
+            from roll_core.data.hub import first_hub_rows
 
-            table = HubRows(name).first()
+            if (table := first_hub_rows(name)) is None:
+                return None
         records = list(islice(_rows_of(name, data, table), count))
     except ModuleNotFoundError:
         return None

@@ -87,6 +87,8 @@ class ModelSpec:
     task: Task = "causal_lm"
     path: str = ""
     """Directory or hub id."""
+    modelscope_id: str = ""
+    """Id of the model on ModelScope if `path` is the driver's download of it. Workers on other hosts download it."""
     random_init: Mapping[str, Any] | None = None
     """Keys of a transformers config, including `model_type`. The weights are initialised randomly from `seed`."""
     library: str = ""

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_core.data.modelscope import MODELSCOPE, Kind, cached_copy, lacks_modelscope, selects_modelscope
 from roll_core.data.rows import is_hub_name
 from roll_core.errors import DataError
 from roll_core.spec.config import DataArguments
@@ -58,7 +59,8 @@ def models(context: CheckContext) -> Iterator[CheckResult]:
                 status = f"{source} has no config.json"
                 yield CheckResult(level="error", subject=subject, found=status, wanted="a model", remedy=remedy)
         elif is_hub_id(source):
-            yield _on_the_hub(source, subject)
+            of_modelscope = context.config is not None and selects_modelscope(context.config.system_envs)
+            yield _on_modelscope("model", source, subject, "a model") if of_modelscope else _on_the_hub(source, subject)
         else:
             remedy = "correct the path, or start the run that writes it first"
             status = f"there is no {folder.absolute()}"
@@ -95,9 +97,12 @@ def data(context: CheckContext) -> Iterator[CheckResult]:
 
 def _rows_of_the_hub(name: str, subject: str) -> CheckResult:
     """Check that a data set of the Hub can be found, without a download of its rows."""
-    from roll_core.data.hub import HubRows
+    from roll_core.data.hub import HubName, HubRows
 
     try:
+        source = HubName.parse(name)
+        if source.scheme == MODELSCOPE:
+            return _on_modelscope("dataset", source.repo, subject, "rows")
         commit = HubRows(name).revision
     except DataError as error:
         remedy = "correct the name, or read it into the cache first: roll-core audit"
@@ -121,6 +126,14 @@ def _on_the_hub(source: str, subject: str) -> CheckResult:
         status = f"{source} is not in the cache, and {offline[0]} forbids to download it"
         return CheckResult(level="error", subject=subject, found=status, wanted="a model", remedy=remedy)
     return CheckResult(level="note", subject=subject, found=f"{source} will be downloaded from the Hub")
+
+
+def _on_modelscope(kind: Kind, repo: str, subject: str, needed: str) -> CheckResult:
+    if why := lacks_modelscope():
+        return CheckResult(level="error", subject=subject, found=f"{repo} of ModelScope: {why}", wanted=needed)
+    if cached_copy(kind, repo) is not None:
+        return CheckResult(level="ok", subject=subject, found=f"{repo} of ModelScope is in the cache")
+    return CheckResult(level="note", subject=subject, found=f"{repo} will be downloaded from ModelScope")
 
 
 def _models_of(config: RunConfig | None) -> Mapping[str, list[str]]:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from roll_core.config.dump import dump
 from roll_core.config.parts import on_a_cluster
 from roll_core.config.secrets import Redactor
+from roll_core.data.modelscope import with_local_models
 from roll_core.data.processor import shown_text
 from roll_core.data.templates import set_date
 from roll_core.errors import (
@@ -258,14 +259,15 @@ class _Driver:
 
     async def main(self) -> None:
         """Run from loading libraries to the final export and memory measurement."""
-        config, ledger = self.config, self.ledger
-        self.console.line(f"roll · {self.run_dir.name} · {config.pipeline}", style="bold")
+        ledger = self.ledger
+        self.console.line(f"roll · {self.run_dir.name} · {self.config.pipeline}", style="bold")
         with ledger.stage("load libraries"):
             import torch  # noqa: F401 - imported here so that the ledger attributes its import time
             import transformers
 
             transformers.utils.logging.disable_progress_bar()
             self.logs.adopt()
+            self.config = config = with_local_models(self.config)
             owner = self.registry.owner(self.provider)
             self.pipeline = load_target(self.provider.target, owner=owner)(config)
         # An existing cluster may have its devices on other hosts than the driver.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_core.config.loading import strategy_config
 from roll_core.config.weight_transports import within_one_process
+from roll_core.data.modelscope import modelscope_id
 from roll_core.errors import ConfigError, ConfigProblem, ContractError, UnsupportedError
 from roll_core.openmp import wanted_threads
 from roll_core.runtime.cluster.platform import values_of
@@ -78,6 +79,7 @@ def model_spec(role: RoleSpec, config: RunConfig, tokenizer: Path) -> ModelSpec:
         task="causal_lm" if role.kind == "generate" else role.task,
         library=role.library,
         path=path,
+        modelscope_id=modelscope_id(path),
         random_init=source.random_init,
         config_overrides=source.model_config_kwargs,
         dtype=model_args.dtype,

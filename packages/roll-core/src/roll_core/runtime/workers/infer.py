@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from roll_core.data.modelscope import with_local_files
 from roll_core.errors import InvalidCompletionError, RollError
 from roll_core.host import free_port
 from roll_core.runtime.cluster.concurrency import cancel_all
@@ -83,7 +84,7 @@ class InferWorker(ReceivingWorker):
         owner: str,
     ) -> None:
         """`owner` names the strategy and its package in errors."""
-        self.model = model
+        self.model = model = with_local_files(model)
         self.strategy: InferStrategy = make_strategy(provider, strategy_config, owner=owner)
         mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
         self.mesh = replace(mesh, sampling_seed=secrets.randbits(63))
@@ -251,7 +252,10 @@ class FollowerWorker:
         owner: str,
     ) -> None:
         """As for `InferWorker`."""
-        self.model, self.mesh = model, mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)
+        self.model, self.mesh = (
+            with_local_files(model),
+            mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s),
+        )
         self.follower: InferFollower = make_strategy(
             replace(provider, target=provider.follower), strategy_config, owner=owner
         )

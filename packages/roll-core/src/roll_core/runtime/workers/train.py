@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll_core.data.modelscope import with_local_files
 from roll_core.data.module_rows import checked_loss, checked_program, module_batches, output_rows
 from roll_core.data.pack import pack, pack_evenly
 from roll_core.errors import UnsupportedError
@@ -135,7 +136,7 @@ class TrainWorker(SendingWorker):
         owner: str,
     ) -> None:
         """`owner` names the strategy and its package in errors."""
-        self.role, self.place, self.limits, self.model = role, place, limits, model
+        self.role, self.place, self.limits, self.model = role, place, limits, with_local_files(model)
         self.deterministic = deterministic
         self.strategy: TrainStrategy = make_strategy(provider, strategy_config, training, owner=owner)
         self.mesh = mesh_info(role, place, peers, backend=backend, timeout_s=timeout_s)

@@ -263,7 +263,8 @@ class DataArguments(Config):
 
     file_name: str | list[str] | None = None
     """One or more files with one row per line or record. Names are literal (no globs) and relative to the working
-    directory. `hf://OWNER/NAME[/SUBSET][?split=SPLIT&revision=REVISION]` is a data set of the Hugging Face Hub."""
+    directory. `hf://OWNER/NAME[/SUBSET][?split=SPLIT&revision=REVISION]` is a data set of the Hugging Face Hub,
+    and `modelscope://…` one of ModelScope."""
     dataset_type: Literal["auto", "json", "parquet", "csv", "arrow"] = "auto"
     """File format. `auto` uses the file's suffix."""
     columns: Annotated[dict[str, str], Field(examples=[{"ground_truth": "{{ answer.split('####')[1] | trim }}"}])] = {}
