@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from roll_core.cli import main as cli
 from roll_core.spec.environment import Reply
 from roll_environments.config import HarborConfig
-from roll_environments.harbor import Harbor, read_task
+from roll_environments.harbor import Harbor, grader_variables, read_task
 from roll_environments.workspaces import Workspace, WorkspaceError, commands_of
 from roll_testing import EnvironmentConformance, EnvironmentIntegrity
 from roll_testing.integrity import TRICKS
@@ -173,6 +173,18 @@ def test_files_and_variables_of_a_task_reach_it(tmp_path: Path, monkeypatch: pyt
     assert "Read-only" in shown
     assert score is not None
     assert score.value == 1
+
+
+def test_an_unset_variable_of_a_grader_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE", raising=False)
+    folder = write(tmp_path / "task", config='[verifier]\nenv = {WANTED = "${JUDGE}"}')
+    environment = harbor(folder)
+    with pytest.raises(ValueError, match=r"task\.toml: verifier\.env\.WANTED: .*JUDGE"):
+        environment.reset({}, 0)
+    write(folder, config='[verifier]\nenv = {A = "${JUDGE:-4}", B = "4 ${JUDGE}", C = "$JUDGE"}')
+    assert grader_variables(read_task(folder)) == {"A": "4", "B": "4 ${JUDGE}", "C": "$JUDGE"}
+    monkeypatch.setenv("JUDGE", "")
+    assert grader_variables(read_task(folder))["A"] == ""
 
 
 def test_commands_have_limits_of_time_and_output(tmp_path: Path) -> None:

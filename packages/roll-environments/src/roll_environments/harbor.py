@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from roll_environments.tool_calls import ToolCall
 
 TESTS, RESULTS = "/tests", "/logs/verifier"
+VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 TOOL = tool_schema("bash", "Run a command of bash in the container.", {"command": "The command."})
 UNSUPPORTED = {
@@ -56,6 +57,8 @@ class HarborTask:
     """A directory of a task, or a row."""
 
     name: str
+    where: str
+    """The file, or the row, for errors."""
     instruction: str
     image: str
     """Image of the container. Empty if `environment` has files or a Dockerfile for it."""
@@ -99,6 +102,7 @@ def read_task(folder: Path) -> HarborTask:
         del lines[0]
     return HarborTask(
         name=folder.name,
+        where=str(file),
         tests=folder / "tests",
         environment=environment if (environment := folder / "environment").is_dir() else None,
         instruction="\n".join(lines).strip(),
@@ -144,6 +148,7 @@ def row_task(row: Mapping[str, Any], name: str) -> HarborTask:
     test = ROW_TEST.format(workdir=enter, test=values["test"], results=RESULTS)
     return HarborTask(
         name=name,
+        where=name,
         instruction=values["instruction"],
         image=values["image"],
         workdir=values["workdir"],
@@ -177,6 +182,21 @@ def read_tasks(folder: str) -> tuple[HarborTask, ...]:
     return tuple(read_task(child) for child in folders)
 
 
+def grader_variables(task: HarborTask) -> dict[str, str]:
+    """`verifier.env` of a task. `${NAME}` and `${NAME:-default}` are variables of this process, as in Harbor.
+
+    Raises `ValueError` if a variable is not set and has no default.
+    """
+    variables = {}
+    for key, text in task.grader_env.items():
+        reference = VARIABLE.fullmatch(text)
+        value = text if reference is None else os.environ.get(reference[1], reference[2])
+        if value is None:
+            raise ValueError(f"{task.where}: verifier.env.{key}: the variable {reference and reference[1]} is not set")
+        variables[key] = value
+    return variables
+
+
 class Harbor(Environment):
     """One task in one container. The seed chooses the task, or the column `task` names it, or the row is one."""
 
@@ -197,6 +217,7 @@ class Harbor(Environment):
     def reset(self, task: Task, seed: int) -> Opening:
         self.close()
         self.task = self._task(task, seed)
+        self.grader_env = grader_variables(self.task)
         self.workspace = self._started()
         messages = [{"role": "user", "content": self.task.instruction}]
         return Opening(messages=messages, tools=[TOOL], enter=self.workspace.enter)
@@ -286,7 +307,7 @@ class Harbor(Environment):
     def _graded(self, workspace: Workspace) -> tuple[float | None, str]:
         """The reward that the tests state in a workspace; otherwise None and why there is none."""
         task = self.task
-        variables = [f"{key}={os.path.expandvars(value)}" for key, value in task.grader_env.items()]
+        variables = [f"{key}={value}" for key, value in self.grader_env.items()]
         clean = 'mkdir -p "$1" && chmod 777 "$1" && cd "$1" && find . -mindepth 1 -delete'
         try:
             workspace.stop()
