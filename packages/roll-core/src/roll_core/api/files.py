@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from roll_core.config.explain import Finding
 from roll_core.config.schema import sections
 from roll_core.config.strategies import named_media, unread_media
-from roll_core.data.modelscope import lacks_modelscope, selects_modelscope
 from roll_core.data.rows import (
     Rows,
     are_chats,
@@ -126,6 +125,8 @@ class FileCheck:
             if self._is_written(source):
                 continue
             if is_hub_id(source) and not os.path.exists(folder):
+                from roll_core.data.modelscope import lacks_modelscope, selects_modelscope
+
                 if selects_modelscope(_variables(data)) and (lacks := lacks_modelscope()):
                     message = f"is the id {source}, which is read from ModelScope (MODEL_DOWNLOAD_TYPE): {lacks}"
                     yield Finding(key_path, message, code="ROLL-C040")
