@@ -12,7 +12,7 @@ from roll_core.data.modelscope import selects_modelscope, snapshot_of
 from roll_core.data.rows import first_rows, read_rows
 from roll_core.data.streamed import StreamedRows
 from roll_core.errors import DataError, ModelError
-from roll_core.spec.arguments import DataArguments
+from roll_core.spec.config import DataArguments
 from roll_testing.errors import raises_error
 from shared_tests.modelscope_hub import serving_modelscope, use_modelscope
 

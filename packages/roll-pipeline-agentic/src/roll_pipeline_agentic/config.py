@@ -23,6 +23,7 @@ from roll_core.spec.config import (
     DataArguments,
     Fraction,
     GeneratingArguments,
+    Needs,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -489,7 +490,7 @@ def missing_harness(python: str, harness: str) -> str:
 class EvaluateHarnessConfig(EvaluationConfig):
     """`pipeline: evaluate_harness`: scores of a model by the tasks of an evaluation harness, which calls the engine."""
 
-    terms_of: ClassVar[frozenset[str]] = EvaluationConfig.terms_of | {"harness", "tasks", "harness_args"}
+    terms_of: ClassVar[frozenset[str]] = EvaluationConfig.terms_of | {"harness", "tasks", "harness_args", "harness_api"}
 
     harness: Literal["lm_eval", "inspect_ai"]
     """Harness: lm-evaluation-harness (`lm_eval`) or Inspect (`inspect_ai`). It runs in a process of its own."""
@@ -500,6 +501,12 @@ class EvaluateHarnessConfig(EvaluationConfig):
     """Python interpreter of an environment with the harness. Default: that of this run."""
     harness_args: list[str] = Field(default_factory=list)
     """Further words for the harness's command, for example `[--limit, '100']`."""
+    harness_api: Annotated[
+        Literal["auto", "chat", "completions"], Needs("harness", frozenset({"lm_eval"}), strict=True)
+    ] = "auto"
+    """API that lm-evaluation-harness calls. `chat`: chats in the model's template, for tasks that generate.
+    `completions`: text without a template, and logprobs of given answers, for tasks of multiple choice. `auto`: `chat`,
+    then `completions` if the task needs logprobs."""
     max_connections: PositiveInt = 64
     """Requests of the harness at the same time."""
     agent_endpoint: AgentEndpointConfig = AgentEndpointConfig()
@@ -514,6 +521,11 @@ class EvaluateHarnessConfig(EvaluationConfig):
     def python(self) -> str:
         """Interpreter of the harness."""
         return os.path.expanduser(self.harness_python) or sys.executable
+
+    @override
+    def capabilities(self) -> Mapping[str, tuple[str, ...]]:
+        needs = ("prompt_logprobs", "prompt_topk") if self.harness_api == "completions" else ()
+        return {"actor_infer": needs}
 
     @override
     def file_problems(self) -> Mapping[str, str]:

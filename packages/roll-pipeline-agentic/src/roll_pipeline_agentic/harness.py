@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -31,10 +32,11 @@ from roll_core.spec.agent import Session
 from roll_core.spec.config import DataArguments
 from roll_core.spec.pipeline import Pipeline
 from roll_core.spec.rollout import Prompt, RolloutProgram
-from roll_core.types import Group, SamplingParams
+from roll_core.types import Group, Rollout, SamplingParams
 from roll_pipeline_agentic.agents import ended, killed, variables
 from roll_pipeline_agentic.calls import seed_of
 from roll_pipeline_agentic.chat_encoder import ChatEncoder
+from roll_pipeline_agentic.completions import Completions
 from roll_pipeline_agentic.config import EvaluateHarnessConfig
 from roll_pipeline_agentic.recording import Limits, Recorder
 from roll_pipeline_agentic.recording_server import RecordingServer
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
     from roll_core.spec.pipeline import RoleSpec, Run
     from roll_core.spec.rollout import RolloutContext
+
+log = logging.getLogger(__name__)
 
 MAX_OUTPUT = 2000
 """Characters of a harness's output in an error."""
@@ -76,21 +80,26 @@ class TaskScores:
         return metrics
 
 
-def harness_command(config: EvaluateHarnessConfig, task: str, session: Session, logs: Path) -> list[str]:
-    """The command that runs a task of a harness against the endpoint of `session`."""
+def harness_command(
+    config: EvaluateHarnessConfig, task: str, session: Session, logs: Path, tokenizer: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The command that runs a task of a harness against the endpoint of `session`: by chat completions, or by
+    completions with these arguments of lm-evaluation-harness about the `tokenizer`."""
     connections = str(config.max_connections)
     if config.harness == "lm_eval":
         model = {
             "model": session.model,
-            "base_url": f"{session.base_url}/chat/completions",
-            "num_concurrent": connections,
-            "max_retries": "1",
-            "timeout": "86400",
-            "seed": str(config.seed),
+            "base_url": f"{session.base_url}/{'chat/completions' if tokenizer is None else 'completions'}",
+            "num_concurrent": config.max_connections,
+            "max_retries": 1,
+            "timeout": 86400,
+            "seed": config.seed,
+            **(tokenizer or {}),
         }
-        args = ",".join(f"{key}={value}" for key, value in model.items())
-        words = ["-m", "lm_eval", "run", "--model", "local-chat-completions", "--model_args", args]
-        words += ["--tasks", task, "--apply_chat_template", "--output_path", str(logs), "--log_samples"]
+        name = "local-chat-completions" if tokenizer is None else "local-completions"
+        words = ["-m", "lm_eval", "run", "--model", name, "--model_args", json.dumps(model)]
+        words += ["--tasks", task, "--output_path", str(logs), "--log_samples"]
+        words += ["--apply_chat_template"] if tokenizer is None else []
     else:
         words = ["-m", "inspect_ai", "eval", task, "--model", f"openai-api/roll/{session.model}"]
         words += ["--log-dir", str(logs), "--log-format", "json", "--display", "none"]
@@ -102,9 +111,9 @@ class HarnessProgram(RolloutProgram):
     """Runs a task of a harness. Its calls are the turns of a rollout."""
 
     def __init__(
-        self, config: EvaluateHarnessConfig, encoder: ChatEncoder, server: RecordingServer, logs: Path
+        self, config: EvaluateHarnessConfig, encoder: ChatEncoder, server: RecordingServer, logs: Path, run: Run
     ) -> None:
-        self._config, self._encoder, self._server, self._logs = config, encoder, server, logs
+        self._config, self._encoder, self._server, self._logs, self._run = config, encoder, server, logs, run
 
     @override
     async def run(self, context: RolloutContext, prompt: Prompt) -> Group:
@@ -115,6 +124,13 @@ class HarnessProgram(RolloutProgram):
             tokens=config.prompt_length + config.response_length,
         )
         recorder = Recorder(context, self._encoder, limits, key="call", unrecorded_replies="allow", clients_sample=True)
+        completions = recorder.completions = Completions(
+            self._run.infer_role("actor_infer"),
+            self._run.tokenizer,
+            key=f"{prompt.id}/completion",
+            max_tokens=limits.tokens,
+            fail=recorder.fail,
+        )
         await self._server.start()
         try:
             with self._server.session(recorder) as secret:
@@ -123,6 +139,8 @@ class HarnessProgram(RolloutProgram):
                 await self._call(session, recorder, prompt.tag)
         finally:
             rollout = await recorder.finish()
+        if not rollout.turns and completions.first is not None:
+            rollout = Rollout(turns=(completions.first,))
         if not rollout.turns:
             raise EnvironmentsFailedError(f"{config.harness}: task {prompt.tag} sent no request to the engine")
         sample = sample_of_rollout(
@@ -131,9 +149,40 @@ class HarnessProgram(RolloutProgram):
         return Group(id=prompt.id, samples=(sample,))
 
     async def _call(self, session: Session, recorder: Recorder, task: str) -> None:
-        """Run the process to its end. Raises `EnvironmentsFailedError`, or the error of the engine."""
+        """Run the harness to its end, by one API or the other. Raises `EnvironmentsFailedError`, or the error of the
+        engine."""
         config = self._config
         self._logs.mkdir(parents=True, exist_ok=True)
+        by_chat = config.harness_api != "completions"
+        command = harness_command(config, task, session, self._logs, None if by_chat else self._tokenizer())
+        code, text = await self._process(command, session, recorder)
+        compares = code and config.harness == "lm_eval" and "loglikelihood" in text.lower()
+        if compares and config.harness_api == "auto":
+            log.info("task %s compares log-likelihoods: the harness starts again, by completions", task)
+            command = harness_command(config, task, session, self._logs, self._tokenizer())
+            code, text = await self._process(command, session, recorder)
+        elif compares and by_chat:
+            text += "\n    the task compares log-likelihoods of given answers: set harness_api: completions"
+        if code:
+            raise EnvironmentsFailedError(
+                f"{config.harness}: task {task} ended with exit code {code}; its output is in"
+                f" {self._logs / 'output.txt'} and ends with\n{text[-MAX_OUTPUT:]}"
+            )
+
+    def _tokenizer(self) -> dict[str, Any]:
+        """Arguments of lm-evaluation-harness about the tokenizer: prompts are those of its own model `hf`."""
+        config, tokenizer = self._config, self._run.tokenizer
+        begin = tokenizer.bos_token_id
+        return {
+            "tokenizer": str(self._run.dir / "tokenizer"),
+            "max_length": config.prompt_length + config.response_length,
+            "max_gen_toks": config.response_length,
+            "add_bos_token": begin is not None and tokenizer("a").input_ids[:1] == [begin],
+            "trust_remote_code": config.actor_infer.model_args.trust_remote_code,
+        }
+
+    async def _process(self, command: Sequence[str], session: Session, recorder: Recorder) -> tuple[int, str]:
+        """Run a command. Returns its exit code and output. Raises the error of the engine."""
         environ = {
             **os.environ,
             **variables(session),
@@ -144,7 +193,7 @@ class HarnessProgram(RolloutProgram):
         with (self._logs / "output.txt").open("wb") as output:
             starting = asyncio.ensure_future(
                 asyncio.create_subprocess_exec(
-                    *harness_command(config, task, session, self._logs),
+                    *command,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -163,18 +212,7 @@ class HarnessProgram(RolloutProgram):
             finally:
                 failed.cancel()
                 await ended(asyncio.ensure_future(killed(starting)))
-        if code:
-            text = (self._logs / "output.txt").read_text(encoding="utf-8", errors="replace").strip()
-            hint = ""
-            if "loglikelihood" in text.lower():
-                hint = (
-                    "\n    the task compares log-likelihoods of given answers, which chat completions do not have:"
-                    " choose a variant that generates its answer (output_type: generate_until)"
-                )
-            raise EnvironmentsFailedError(
-                f"{config.harness}: task {task} ended with exit code {code}; its output is in"
-                f" {self._logs / 'output.txt'} and ends with\n{text[-MAX_OUTPUT:]}{hint}"
-            )
+        return code, (self._logs / "output.txt").read_text(encoding="utf-8", errors="replace").strip()
 
 
 class EvaluateHarnessPipeline(Pipeline[EvaluateHarnessConfig]):
@@ -200,7 +238,7 @@ class EvaluateHarnessPipeline(Pipeline[EvaluateHarnessConfig]):
         logs = run.dir / "harness" / re.sub(r"[^\w.-]+", "-", f"{run.step + 1}-{task}")
         with contextlib.suppress(FileNotFoundError):  # of an interrupted run
             shutil.rmtree(logs)
-        program = partial(HarnessProgram, config, self.encoder, self.server, logs)
+        program = partial(HarnessProgram, config, self.encoder, self.server, logs, run)
         prompt = Prompt(id=f"val/{run.step}", tokens=np.zeros(0, dtype=np.int64), text="", tag=task)
         params = SamplingParams(max_new_tokens=config.response_length)
         (group,) = await run.rollout("actor_infer", [prompt], params, n=1, split="val", program=program)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from roll_core.spec.rollout import RolloutContext
     from roll_core.types import CompletionOutput, Media, TokenIds
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
+    from roll_pipeline_agentic.completions import Completions
 
 
 Result = TypeVar("Result")
@@ -179,6 +180,8 @@ class Recorder:
         self.truncated = False
         """True if a limit refused a call."""
         self.counts: Counter[str] = Counter()
+        self.completions: Completions | None = None
+        """Serves the path of completions, if the rollout has it."""
         self.error: BaseException | None = None
         """Error of the run, not of the agent: the engine failed."""
         self.failed = asyncio.Event()
@@ -247,9 +250,8 @@ class Recorder:
                     self._record(call, request, chat, choice, output, continued, state)
                     for choice, output in enumerate(completion.outputs)
                 ]
-            except Exception as error:  # of the engine or the runtime; it ends the run
-                self.error = self.error or error
-                self.failed.set()
+            except Exception as error:  # of the engine or the runtime
+                self.fail(error)
                 raise
         finally:
             self._count_running(-1)
@@ -441,6 +443,11 @@ class Recorder:
     def expect(self, text: str) -> None:
         """Accept an assistant message that was not sampled here: the agent composed it."""
         self._known.add(_digest(_canonical({"role": "assistant", "content": text})))
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with an error of the engine or the runtime."""
+        self.error = self.error or error
+        self.failed.set()
 
     # -- the rollout ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of agents: three APIs over the recorders of the running rollouts.
+"""The HTTP endpoint of agents: three APIs over the recorders of the running rollouts, and completions for harnesses.
 
     client ── api key ──► Recorder of the rollout ── Call ──► replies
       │                                                          │
@@ -18,11 +18,13 @@ import resource
 import secrets
 import socket
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
 from roll_core.errors import UnsupportedError
+from roll_pipeline_agentic.completions import PATH
 from roll_pipeline_agentic.recording import RequestError, off_loop
 from roll_pipeline_agentic.recording_dialects import DIALECTS
 
@@ -87,7 +89,8 @@ class RecordingServer:
 
         app = web.Application(client_max_size=MAX_BODY)
         for dialect in DIALECTS:
-            app.router.add_post(dialect.path, self._handler(dialect))
+            app.router.add_post(dialect.path, self._handler(dialect, partial(self._answer, dialect)))
+        app.router.add_post(PATH, self._handler(DIALECTS[0], self._complete))
         app.router.add_get("/v1/models", self._models)
         # A handler whose client disconnects is cancelled; its call continues.
         runner = web.AppRunner(
@@ -149,12 +152,12 @@ class RecordingServer:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "roll"}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _handler(self, dialect: Dialect) -> Any:
+    def _handler(self, dialect: Dialect, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
             from aiohttp import web
 
             try:
-                return await self._answer(dialect, request)
+                return await answer(request)
             except web.HTTPRequestEntityTooLarge:
                 error = RequestError(
                     f"the body has more than {MAX_BODY} bytes", status=413, kind="request_too_large", code="too_large"
@@ -200,6 +203,18 @@ class RecordingServer:
             return await self._end(response, call)
         finally:
             call.connections -= 1
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        completions = self._recorder(request).completions
+        if completions is None:
+            raise RequestError("completions are for evaluation harnesses: send messages", status=404, code="not_found")
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body is not JSON: {error}") from error
+        return web.json_response(await completions.reply(body))
 
     async def _stream(
         self, request: web.Request, call: Call, stream: ReplyStream, replies: Callable[[], Awaitable[list[ChatReply]]]

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from roll_core.errors import DataError, ModelError, RollError, install_command, one_line
-from roll_core.spec.arguments import ModelArguments
-from roll_core.spec.config import Config
+from roll_core.spec.config import Config, ModelArguments
 from roll_core.spec.model import is_hub_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from roll_core.spec.model import ModelSpec
-    from roll_core.spec.run_config import RunConfig
+    from roll_core.spec.config import RunConfig
 
 log = logging.getLogger(__name__)
 
