@@ -21,8 +21,8 @@ from roll_core.spec.model import is_hub_id
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from roll_core.spec.model import ModelSpec
     from roll_core.spec.config import RunConfig
+    from roll_core.spec.model import ModelSpec
 
 log = logging.getLogger(__name__)
 
