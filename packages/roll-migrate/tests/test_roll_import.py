@@ -816,9 +816,12 @@ def converted(data, registry, tmp_path):
 def test_rows_with_images_have_rolls_columns(registry, tmp_path):
     data = compose(FILES / "rlvr_images.yaml", (), registry).data | {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}
     data["validation"] = {"data_args": {"file_name": "held_out.json"}}
+    del data["actor_train"]["data_args"]["image_max_pixels"]
     config = converted(data, registry, tmp_path).config
     for role in ("actor_train", "validation"):
         assert config[role]["data_args"]["images"] == "images"
+        # The pipeline of ROLL sets these limits in the processor.
+        assert [config[role]["data_args"][f"{name}_pixels"] for name in ("min", "max")] == [3136, 1048576]
         assert config[role]["data_args"]["tag"] == "data_source"
     assert config["rewards"]["math"]["ground_truth"] == "reward_model.ground_truth"
 

@@ -537,10 +537,11 @@ STRATEGIES: dict[str, Table] = {
 
 COLUMNS = (
     *("template", "messages", "prompt", "query", "response", "system", "images", "videos", "image_roots"),
-    *("tag", "chosen", "rejected", "columns"),
+    *("tag", "chosen", "rejected", "columns", "min_pixels", "max_pixels"),
 )
 
 
+OF_IMAGE_PROCESSOR = "ROLL's default of rlvr with images, whatever the model's processor has"
 OF_IMAGE_ROWS = "the column of ROLL's rows with images: check it"
 GROUND_TRUTH = "reward_model.ground_truth"
 """Column of the answers in ROLL's rows with images of rlvr."""
@@ -589,13 +590,14 @@ def _evaluated(trained: str, **columns: str) -> tuple[Default, ...]:
     defaults = (Default(f"{trained}.data_args.{name}", column) for name, column in columns.items())
     unnamed = "the config does not name the column of {}: check it"
 
-    def only_images(source: Mapping[str, Any]) -> bool:
-        return has_images(source) and not has_videos(source)
-
-    images = Default(f"{trained}.data_args.images", "images", only_images, unnamed.format("images"))
+    images = Default(f"{trained}.data_args.images", "images", _only_images, unnamed.format("images"))
     videos = Default(f"{trained}.data_args.videos", "video", has_videos, unnamed.format("videos"))
     freeze = Default(f"{trained}.model_args.freeze", lambda source, _: [], _trains_images, "ROLL trains the encoder")
     return (*defaults, images, videos, freeze, *map(like_trained, COLUMNS))
+
+
+def _only_images(source: Mapping[str, Any]) -> bool:
+    return has_images(source) and not has_videos(source)
 
 
 def _trains_images(source: Mapping[str, Any]) -> bool:
@@ -617,6 +619,8 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
             "max_running_requests", values.MAX_RUNNING, _expands, "ROLL's default; responses are separate requests"
         ),
         Default("actor_train.data_args.tag", "data_source", has_images, OF_IMAGE_ROWS),
+        Default("actor_train.data_args.max_pixels", 1024 * 1024, _only_images, OF_IMAGE_PROCESSOR),
+        Default("actor_train.data_args.min_pixels", 56 * 56, _only_images, OF_IMAGE_PROCESSOR),
         *_evaluated("actor_train"),
     ),
     "agentic": (*_sampling("val_env_manager"), Default("adv_estimator", "gae"), *_evaluated("actor_train")),
