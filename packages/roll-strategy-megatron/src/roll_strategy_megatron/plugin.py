@@ -38,7 +38,7 @@ MEGATRON_TRAIN = TrainProvider(
     target="roll_strategy_megatron.strategy:MegatronStrategy",
     config="roll_strategy_megatron.config:MegatronConfig",
     summary="Trains Hugging Face models with Megatron-Core: tensor, pipeline, context and expert parallel",
-    needs=("megatron-core>=0.16.1,!=0.17.*,!=0.18.*,<0.20",),
+    needs=("megatron-core>=0.16.1,<0.20",),
     capabilities=CAPABILITIES,
     memory="roll_strategy_megatron.memory:memory",
     platforms=("cuda",),

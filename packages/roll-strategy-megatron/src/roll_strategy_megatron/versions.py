@@ -1,4 +1,4 @@
-"""Differences between the supported megatron-core versions, 0.16 and 0.19."""
+"""Differences between the supported megatron-core versions, 0.16 to 0.19."""
 
 from __future__ import annotations
 
