@@ -767,7 +767,6 @@ def test_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, monke
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
-        ("agentic", "pretrain", "Qwen/Qwen2.5-VL-3B-Instruct"),
         ("distill", "student.data_args.audio_key", "audio"),
         ("rlvr_images", "actor_train.data_args.audio_folder", "sounds"),
     ],
@@ -830,6 +829,21 @@ def test_agents_that_freeze_an_encoder_see_text(registry, tmp_path):
     data = compose(FILES / "agentic.yaml", (), registry).data
     put(data, ("actor_train", "model_args", "freeze_module_prefix"), "vision_model")
     assert "images" not in converted(data, registry, tmp_path).config["actor_train"].get("data_args", {})
+
+
+def test_boards_with_images_are_imported(registry, tmp_path):
+    """Megatron reads no images, and those of environments are in no column."""
+    data = compose(FILES / "agentic.yaml", (), registry).data | {"pretrain": "Qwen/Qwen2.5-VL-3B-Instruct"}
+    manager = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"
+    (lake,) = data["custom_envs"].values()
+    lake |= {"env_type": "frozen_lake", "env_manager_cls": manager, "env_config": {"render_mode": "rgb_array"}}
+    config = converted(data, registry, tmp_path).config
+    assert config["custom_envs"]["FrozenLake"]["env_config"] == {"observation": "image"}
+    assert config["actor_train"]["strategy_args"]["strategy_name"] == "fsdp2_train"
+    assert "images" not in config["actor_train"].get("data_args", {})
+    lake["env_type"] = "deepeyes"
+    with raises_error(UnsupportedError, "pretrain", "sokoban"):
+        converted(data, registry, tmp_path)
 
 
 @pytest.mark.parametrize("function", [None, "roll.datasets.vlm_dataset_utils.video_r1_get_data_kwargs"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from roll_core.spec.environment import Environment, Opening, Reply, Turn
+from roll_core.spec.rollout import IMAGE
 from roll_pipeline_agentic.environments.frozen_lake import FrozenLake
 from roll_pipeline_agentic.environments.guess_number import GuessNumber
 from roll_pipeline_agentic.environments.sokoban import Sokoban
@@ -18,6 +19,8 @@ MAKE = {
     "guess_number": lambda: GuessNumber(low=1, high=50),
     "frozen_lake": lambda: FrozenLake(size=5, holes=0.3),
     "sokoban": lambda: Sokoban(rows=6, columns=7, boxes=2, box_reward=0.25),
+    "frozen_lake image": lambda: FrozenLake(size=5, holes=0.3, observation="image"),
+    "sokoban image": lambda: Sokoban(rows=6, columns=7, boxes=2, box_reward=0.25, observation="image"),
 }
 
 
@@ -40,7 +43,7 @@ def test_its_oracle_solves_it(name: str) -> None:
         _, turns = asyncio.run(solve(MAKE[name](), seed))
         assert turns[-1].done
         assert turns[-1].metrics["success"] == 1
-        assert sum(turn.reward or 0 for turn in turns) == pytest.approx(1.5 if name == "sokoban" else 1.0)
+        assert sum(turn.reward or 0 for turn in turns) == pytest.approx(1.5 if "sokoban" in name else 1.0)
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -48,6 +51,32 @@ def test_the_seed_determines_the_episode(name: str) -> None:
     found = {seed: asyncio.run(solve(MAKE[name](), seed)) for seed in SEEDS}
     assert found == {seed: asyncio.run(solve(MAKE[name](), seed)) for seed in SEEDS}
     assert len({str(turns) for _, turns in found.values()}) > len(SEEDS) / 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "colours"),
+    [
+        (FrozenLake(size=3, holes=0.5, observation="image"), {"P": "blue", "G": "green", "O": "black"}),
+        (Sokoban(observation="image"), {"#": "grey", "P": "blue", "X": "brown", "O": "white"}),
+    ],
+    ids=["frozen_lake", "sokoban"],
+)
+def test_a_picture_shows_each_field(environment: Any, colours: dict[str, str]) -> None:
+    """The pixel in the middle of a field has the colour of what the text shows there; a ring is empty inside."""
+    names = {"blue": (40, 90, 220), "green": (40, 165, 75), "black": (0, 0, 0), "grey": (70, 70, 80)}
+    names |= {"brown": (150, 95, 45), "white": (235, 235, 225)}
+    opening = asyncio.run(environment.reset({}, 1))
+    (message,) = opening.messages
+    (image,) = message["media"]
+    assert message["content"].count(IMAGE) == 1
+    board = opening.state.splitlines()
+    assert image.size == (28 * len(board[0]), 28 * len(board))
+    for y, row in enumerate(board):
+        for x, sign in enumerate(row):
+            expected = names[colours.get(sign, "white")]
+            assert image.getpixel((28 * x + 14, 28 * y + 14)) == expected, (sign, x, y)
+    (turn,) = [asyncio.run(environment.step(Reply(text="?")))]
+    assert turn.messages[0]["media"][0] == image  # equal boards are one image of caches and states
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -291,9 +291,12 @@ class Conversion:
         return added
 
     def _has_images(self) -> bool:
-        """True if the new config names a column of images or videos."""
-        rows = (value_at(self.config, (str(name), "data_args")) for name in self.config)
-        return any(isinstance(row, dict) and (row.get("images") or row.get("videos")) for row in rows)
+        """True if the new config names a column of images or videos, or an environment that shows images."""
+        rows = [value_at(self.config, (str(name), "data_args")) for name in self.config]
+        tags = value_at(self.config, ("custom_envs",)) or {}
+        shown = [value_at(self.config, ("custom_envs", str(tag), "env_config", "observation")) for tag in tags]
+        named = any(isinstance(row, dict) and (row.get("images") or row.get("videos")) for row in rows)
+        return named or "image" in shown
 
     def _rewrite(self, target: KeyPath, value: Any, reason: str, added: list[ImportedKey]) -> list[ImportedKey]:
         """Change a value of the new config, and its entries."""

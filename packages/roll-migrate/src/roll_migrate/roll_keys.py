@@ -351,7 +351,9 @@ ENVIRONMENT: Table = {
     ),
     **keys("max_steps max_tokens_per_step", keep()),
     "max_env_step_concurrent": change("→ `concurrency`; 0 has no limit", values.env_concurrency),
-    "env_manager_cls": change("not needed for TrajEnvManager; others are rejected", values.env_manager),
+    "env_manager_cls": change(
+        "not needed for TrajEnvManager, and VLTrajEnvManager with a board; others are rejected", values.env_manager
+    ),
     **keys("agent_system_template agent_template pre_step_template next_step_template", OF_MESSAGES),
     "history_length": dead("TrajEnvManager shows the model all turns"),
     "use_thread_lock": unneeded("an environment has its own process"),
@@ -597,7 +599,8 @@ def _evaluated(trained: str, **columns: str) -> tuple[Default, ...]:
 
 
 def _only_images(source: Mapping[str, Any]) -> bool:
-    return has_images(source) and not has_videos(source)
+    """True if rows have images: those of environments are in no column."""
+    return has_images(source) and not has_videos(source) and not source.get("custom_envs")
 
 
 def _trains_images(source: Mapping[str, Any]) -> bool:

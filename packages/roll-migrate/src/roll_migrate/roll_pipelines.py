@@ -41,11 +41,13 @@ IMPORTABLE = {
 """ROLL's pipelines that are imported, and the names of their tables: roll-core's pipelines, and `ON_POLICY`."""
 REWARD_FL_STRATEGY = "diffusion_deepspeed_train"
 WITHOUT_IMAGES = {
-    "agentic": "environments whose observations are images are not converted: write env_config, see docs/agentic.md",
+    "agentic": "only sokoban and frozen_lake are converted with images: write env_config, see docs/agentic.md",
     "on-policy distillation": "ROLL's reads none; roll-core's pipeline distill does, see docs/vision.md",
     "Reward-FL": "a flow model is trained without them",
 }
 """Pipelines whose configs with images are not imported, and why."""
+BOARDS = ("sokoban", "frozen_lake")
+"""Environments that both have, and that show text or images."""
 MODELS = ("pretrain", "model_name_or_path", "template", "reward_pretrain", "student_pretrain", "teacher_pretrain")
 """Keys whose values tell whether a model reads images."""
 VIDEO_KEYS = ("video_key", "video_folder")
@@ -62,7 +64,8 @@ def recognise(data: Mapping[str, Any], written: Positions) -> str:
     for path, value in _keys(data):
         if "data_args" in path and path[-1].startswith("audio") and value is not None:
             raise UnsupportedError(f"{written.key(path)}: {'.'.join(path)}: rows with audio are not supported")
-    if name in WITHOUT_IMAGES and (of_images := next(_of_images(data), None)):
+    refused = name in WITHOUT_IMAGES and not (name == "agentic" and _has_boards_alone(data))
+    if refused and (of_images := next(_of_images(data), None)):
         where = f"{written.key(of_images)}: {'.'.join(of_images)}"
         raise UnsupportedError(f"{where} belongs to ROLL's {name} pipeline with images: {WITHOUT_IMAGES[name]}")
     has_environments = any(data.get(key) for key in AGENTIC_KEYS)
@@ -106,6 +109,14 @@ def _kind(data: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
 def only_evaluates(data: Mapping[str, Any]) -> bool:
     """True for ROLL's rollout-only pipeline, which scores responses to the rows of `validation` and ends."""
     return data.get("actor_train") is None and bool(data.get("rewards")) and bool(data.get("validation"))
+
+
+def _has_boards_alone(data: Mapping[str, Any]) -> bool:
+    environments = data.get("custom_envs")
+    every = list(environments.values()) if isinstance(environments, dict) else []
+    return bool(every) and all(
+        isinstance(environment, dict) and environment.get("env_type") in BOARDS for environment in every
+    )
 
 
 def has_images(data: Mapping[str, Any]) -> bool:

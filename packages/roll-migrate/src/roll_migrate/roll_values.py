@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from roll_core.spec.devices import parse_device_mapping
-from roll_migrate.roll_pipelines import has_images
+from roll_migrate.roll_pipelines import BOARDS, has_images
 from roll_migrate.rules import KeyRule, Outcome, is_neutral, lookup, value_at
 from roll_migrate.shared_rules import experiment
 
@@ -753,7 +753,7 @@ def env_config(value: Any, key: Key) -> Outcome:
     ROLL's slippery ice is gymnasium's: two of three moves go to one of the sides. `p` is the probability of ice.
     """
     kind = key.beside("env_type")
-    if not isinstance(value, dict) or kind not in ("sokoban", "frozen_lake"):
+    if not isinstance(value, dict) or kind not in BOARDS:
         return key.unchanged()
     options: dict[str, Any] = {}
     if kind == "sokoban":
@@ -769,6 +769,8 @@ def env_config(value: Any, key: Key) -> Outcome:
             options["holes"] = round(1 - value["p"], 6)
         if value.get("is_slippery"):
             options["slippery"] = round(2 / 3, 6)
+    if value.get("render_mode") == "rgb_array":
+        options["observation"] = "image"
     note = f"options of {kind} here: {', '.join(options) or 'none given'}; its other options are ROLL's own"
     return key.changed({key.path: options} if options else {}, note)
 
@@ -784,7 +786,9 @@ def env_manager(value: Any, key: Key) -> Outcome:
     """The class that runs an episode."""
     if str(value).endswith(".TrajEnvManager"):
         return key.unneeded("episodes are trained on as whole trajectories")
-    return key.refused("only TrajEnvManager has an equivalent")
+    if str(value).endswith(".VLTrajEnvManager") and key.beside("env_type") in BOARDS:
+        return key.unneeded("episodes are trained on as whole trajectories; messages have the images")
+    return key.refused("only TrajEnvManager has an equivalent, and VLTrajEnvManager with sokoban or frozen_lake")
 
 
 def llm_proxy(value: Any, key: Key) -> Outcome:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib.util import find_spec
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from roll_core.spec.config import Config, Fraction, PositiveInt
+
+
+def _has_pillow(observation: str) -> str:
+    if observation == "image" and find_spec("PIL") is None:
+        raise ValueError("pictures need the package pillow: pip install 'roll-core[images]'")
+    return observation
+
+
+BoardObservation = Annotated[Literal["text", "image"], AfterValidator(_has_pillow)]
 
 
 class GuessNumberConfig(Config):
@@ -54,6 +64,8 @@ class FrozenLakeConfig(Config):
     """Probability of a move to one of the two sides instead."""
     hole_reward: float = 0.0
     """Reward of falling into a hole. The goal has 1."""
+    observation: BoardObservation = "text"
+    """`image`: a picture of the map, for a model that reads images."""
 
 
 class SokobanConfig(Config):
@@ -67,6 +79,8 @@ class SokobanConfig(Config):
     """Number of boxes, and of targets."""
     box_reward: float = 0.0
     """Reward of a push onto a target; its negative for a push away from one. A solved level has 1."""
+    observation: BoardObservation = "text"
+    """`image`: a picture of the room, for a model that reads images."""
 
     @model_validator(mode="after")
     def _has_space(self) -> SokobanConfig:

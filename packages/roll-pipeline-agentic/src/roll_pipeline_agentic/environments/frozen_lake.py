@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from roll_core.spec.environment import Environment, Opening, Turn
+from roll_pipeline_agentic.environments.board import AGENT, GOAL, HOLE, board_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from roll_core.spec.environment import Reply, Task
+    from roll_core.spec.environment import Message, Reply, Task
+    from roll_pipeline_agentic.environments.board import Observation
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 WORD = re.compile(rf"(?<![a-z])(?:{'|'.join(MOVES)})(?![a-z])", re.IGNORECASE)
+SHAPES = {"P": (AGENT,), "G": (GOAL,), "O": (HOLE,)}
+RULES = {
+    "text": "Walk from P to G. O is a hole. Reply with up, down, left or right.",
+    "image": "Walk from the blue circle to the green square. Black circles are holes. Reply with up, down, left or"
+    " right.",
+}
 Field = tuple[int, int]
 
 
@@ -26,8 +34,17 @@ class FrozenLake(Environment):
 
     reports_success: ClassVar[bool] = True
 
-    def __init__(self, *, size: int = 4, holes: float = 0.2, slippery: float = 0.0, hole_reward: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        holes: float = 0.2,
+        slippery: float = 0.0,
+        hole_reward: float = 0.0,
+        observation: Observation = "text",
+    ) -> None:
         self.size, self.share, self.slippery, self.hole_reward = size, holes, slippery, hole_reward
+        self.observation = observation
 
     @override
     async def reset(self, task: Task, seed: int) -> Opening:
@@ -39,17 +56,14 @@ class FrozenLake(Environment):
             self.holes = {field for field in free if self.random.random() < self.share}
             if self.oracle():
                 break
-        text = f"Walk from P to G. O is a hole. Reply with up, down, left or right.\n{self.text()}"
-        return Opening(messages=[{"role": "user", "content": text}], state=self.text())
+        return Opening(messages=[self._message(RULES[self.observation])], state=self.text())
 
     @override
     async def step(self, reply: Reply) -> Turn:
         words = WORD.findall(reply.text)
         if not words:
-            text = f"Reply with up, down, left or right.\n{self.text()}"
-            return Turn(
-                messages=[{"role": "user", "content": text}], reward=0.0, state=self.text(), metrics={"valid": 0.0}
-            )
+            message = self._message("Reply with up, down, left or right.")
+            return Turn(messages=[message], reward=0.0, state=self.text(), metrics={"valid": 0.0})
         move = MOVES[words[-1].lower()]
         if self.random.random() < self.slippery:
             move = self.random.choice([(move[1], move[0]), (-move[1], -move[0])])
@@ -58,9 +72,7 @@ class FrozenLake(Environment):
             return Turn(reward=1.0, done=True, metrics={"valid": 1.0, "success": 1.0})
         if self.agent in self.holes:
             return Turn(reward=self.hole_reward, done=True, metrics={"valid": 1.0, "success": 0.0})
-        return Turn(
-            messages=[{"role": "user", "content": self.text()}], reward=0.0, state=self.text(), metrics={"valid": 1.0}
-        )
+        return Turn(messages=[self._message()], reward=0.0, state=self.text(), metrics={"valid": 1.0})
 
     def neighbour(self, field: Field, move: tuple[int, int]) -> Field:
         """The field after a move; the same at the border."""
@@ -85,6 +97,9 @@ class FrozenLake(Environment):
         for name, move in MOVES.items():
             if (target := self.neighbour(field, move)) not in self.holes:
                 yield name, target
+
+    def _message(self, *before: str) -> Message:
+        return board_message(self.observation, self.text(), SHAPES, *before)
 
     def text(self) -> str:
         """The map, one row per line."""

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import override
 
 from roll_core.spec.environment import Environment, Opening, Turn
+from roll_pipeline_agentic.environments.board import AGENT, BOX, TARGET, board_message
 
 if TYPE_CHECKING:
-    from roll_core.spec.environment import Reply, Task
+    from roll_core.spec.environment import Message, Reply, Task
+    from roll_pipeline_agentic.environments.board import Observation
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 WORD = re.compile(rf"(?<![a-z])(?:{'|'.join(MOVES)})(?![a-z])", re.IGNORECASE)
+SHAPES = {"P": (AGENT,), "X": (BOX,), "O": (TARGET,), "V": (BOX, TARGET), "S": (TARGET, AGENT)}
+RULES = {
+    "text": "Push each box X onto a target O. P is you, # a wall. Reply with up, down, left or right.",
+    "image": "Push each brown box onto a red ring. The blue circle is you, dark fields are walls. Reply with up, down,"
+    " left or right.",
+}
 Field = tuple[int, int]
 Boxes = frozenset[Field]
 
@@ -29,8 +37,17 @@ class Sokoban(Environment):
 
     reports_success: ClassVar[bool] = True
 
-    def __init__(self, *, rows: int = 6, columns: int = 6, boxes: int = 1, box_reward: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        rows: int = 6,
+        columns: int = 6,
+        boxes: int = 1,
+        box_reward: float = 0.0,
+        observation: Observation = "text",
+    ) -> None:
         self.rows, self.columns, self.num_boxes, self.box_reward = rows, columns, boxes, box_reward
+        self.observation = observation
 
     @override
     async def reset(self, task: Task, seed: int) -> Opening:
@@ -41,10 +58,7 @@ class Sokoban(Environment):
                 break
         else:
             raise RuntimeError(f"{ATTEMPTS} levels of {self.rows} x {self.columns} have boxes on targets: fewer boxes")
-        text = (
-            "Push each box X onto a target O. P is you, # a wall. Reply with up, down, left or right.\n" + self.text()
-        )
-        return Opening(messages=[{"role": "user", "content": text}], state=self.text())
+        return Opening(messages=[self._message(RULES[self.observation])], state=self.text())
 
     def _make(self, generator: random.Random) -> None:
         inside = [(row, column) for row in range(1, self.rows - 1) for column in range(1, self.columns - 1)]
@@ -64,18 +78,15 @@ class Sokoban(Environment):
     async def step(self, reply: Reply) -> Turn:
         words = WORD.findall(reply.text)
         if not words:
-            text = f"Reply with up, down, left or right.\n{self.text()}"
-            return Turn(
-                messages=[{"role": "user", "content": text}], reward=0.0, state=self.text(), metrics={"valid": 0.0}
-            )
+            message = self._message("Reply with up, down, left or right.")
+            return Turn(messages=[message], reward=0.0, state=self.text(), metrics={"valid": 0.0})
         before = len(self.boxes & self.targets)
         self.agent, self.boxes = self.pushed(self.agent, self.boxes, MOVES[words[-1].lower()])
         change = len(self.boxes & self.targets) - before
         reward = self.box_reward * change
         if self.boxes == self.targets:
             return Turn(reward=reward + 1.0, done=True, metrics={"valid": 1.0, "success": 1.0})
-        message = {"role": "user", "content": self.text()}
-        return Turn(messages=[message], reward=reward, state=self.text(), metrics={"valid": 1.0})
+        return Turn(messages=[self._message()], reward=reward, state=self.text(), metrics={"valid": 1.0})
 
     def pushed(self, agent: Field, boxes: Boxes, move: tuple[int, int]) -> tuple[Field, Boxes]:
         """Agent and boxes after a move; unchanged if it is blocked."""
@@ -104,6 +115,9 @@ class Sokoban(Environment):
                     known.add(state)
                     queue.append((state, [*moves, name]))
         return []
+
+    def _message(self, *before: str) -> Message:
+        return board_message(self.observation, self.text(), SHAPES, *before)
 
     def text(self) -> str:
         """The room, one row per line."""
