@@ -38,6 +38,8 @@ EXAMPLES = {
     "megatron": {
         "virtual_pipeline_model_parallel_size": "2",
         "pipeline_model_parallel_layout": "Et*3|t*4L",
+        "num_layers_in_first_pipeline_stage": "11",
+        "num_layers_in_last_pipeline_stage": "6",
         "expert_tensor_parallel_size": "1",
         "ddp_bucket_size": "40000000",
         "recompute_num_layers": "2",
@@ -66,6 +68,8 @@ EXAMPLES = {
 """Values of keys whose type and default show no form."""
 COMPANIONS = {
     "pipeline_model_parallel_layout": {"pipeline_model_parallel_size": 2},
+    "num_layers_in_first_pipeline_stage": {"pipeline_model_parallel_size": 2},
+    "num_layers_in_last_pipeline_stage": {"pipeline_model_parallel_size": 2},
     "virtual_pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
     "ddp_bucket_size": {"overlap_grad_reduce": True},
     "recompute_num_layers": {"recompute_granularity": "full", "recompute_method": "block"},

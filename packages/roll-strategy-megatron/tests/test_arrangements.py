@@ -158,6 +158,14 @@ PRODUCTS = {
         ranks=2,
         config=sizes(pp=2, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True),
     ),
+    "pp 2, first stage set": Arrangement(
+        ranks=2, config=sizes(pp=2, num_layers_in_first_pipeline_stage=3), model=QWEN3 | FOUR
+    ),
+    "pp 3, vpp 2, ends set": Arrangement(
+        ranks=3,
+        model=QWEN3 | EIGHT,
+        config=sizes(pp=3, vpp=2, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=2),
+    ),
     "pp 2, vpp 4": Arrangement(ranks=2, config=sizes(pp=2, vpp=4), model=QWEN3 | EIGHT),
     "pp 3, vpp 2": Arrangement(ranks=3, config=sizes(pp=3, vpp=2), model=QWEN3 | SIX),
     "pp 2, vpp 2, layers recomputed": Arrangement(

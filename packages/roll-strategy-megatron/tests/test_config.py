@@ -94,6 +94,11 @@ def test_ranks_without_full_replicas_are_refused(tmp_path):
             "pipeline_model_parallel_layout has 5 layers (t), the model 6",
         ),
         (
+            {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 5},
+            {"num_hidden_layers": 16},
+            "num_layers_in_first_pipeline_stage 5 = 11 layers cannot be divided over 3 other stages",
+        ),
+        (
             {"tensor_model_parallel_size": 4},
             {"num_attention_heads": 16, "num_key_value_heads": 2},
             "the model's num_key_value_heads 2 is not a multiple of tensor_model_parallel_size 4",
@@ -176,6 +181,16 @@ def test_a_model_that_comes_out_even_is_fine(tmp_path):
     assert checked(tmp_path, config=json.dumps(keys), model=json.dumps(model)).config.sft_train.ranks_per_replica == 4
 
 
+@pytest.mark.parametrize("ends", [(11, 11), (10, None), (None, 3)])
+def test_ends_of_a_pipeline_may_have_other_numbers_of_layers(tmp_path, ends):
+    """94 layers in 8 stages: 6 × 12 between 11 and 11, as for Qwen3-235B-A22B; 7 × 12 and 10; 7 × 13 and 3."""
+    first, last = ends
+    keys = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    config = json.dumps({"pipeline_model_parallel_size": 8} | keys)
+    model = json.dumps({"random_init": {"model_type": "qwen3", "num_hidden_layers": 94}})
+    assert checked(tmp_path, config=config, model=model, slots=8).config.sft_train.ranks_per_replica == 8
+
+
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_check_refuses_what_megatron_cannot_divide(tmp_path, name):
     """What Megatron does with the same: see `test_arrangements.py`."""
@@ -194,8 +209,9 @@ def test_check_refuses_what_megatron_cannot_divide(tmp_path, name):
         {"recompute_num_layers": 2, "pipeline_model_parallel_layout": "Etttt|tttL"},
         {"recompute_num_layers": 3, "account_for_loss_in_pipeline_split": True},
         {"recompute_num_layers": 4, "account_for_loss_in_pipeline_split": True},
+        {"recompute_num_layers": 2, "num_layers_in_first_pipeline_stage": 4},
     ],
-    ids=["by layout", "first stage", "last stage"],
+    ids=["by layout", "first stage", "last stage", "first stage set"],
 )
 def test_recomputed_groups_of_layers_are_whole_on_each_stage(tmp_path, config):
     """7 layers on 2 stages are 4 and 3."""
@@ -333,6 +349,8 @@ def test_a_twin_that_only_scores_takes_the_other_keys():
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "logprob_chunk_tokens",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
         "moe_grouped_gemm",
         "moe_router_dtype",
         "moe_router_load_balancing_type",  # its other value is none
@@ -392,6 +410,31 @@ def test_saying_no_to_what_is_not_supported_is_fine(key):
         (
             {"pipeline_model_parallel_layout": "EtL", "account_for_loss_in_pipeline_split": True},
             ["account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"],
+        ),
+        ({"num_layers_in_last_pipeline_stage": 2}, ["num_layers_in_last_pipeline_stage", "above 1"]),
+        (
+            {
+                "num_layers_in_first_pipeline_stage": 3,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            ["num_layers_in_first_pipeline_stage 3", "virtual_pipeline_model_parallel_size 2"],
+        ),
+        (
+            {
+                "num_layers_in_first_pipeline_stage": 3,
+                "pipeline_model_parallel_size": 2,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            ["num_layers_in_first_pipeline_stage", "account_for_loss_in_pipeline_split"],
+        ),
+        (
+            {
+                "num_layers_in_first_pipeline_stage": 1,
+                "pipeline_model_parallel_size": 2,
+                "pipeline_model_parallel_layout": "Et|tL",
+            },
+            ["num_layers_in_first_pipeline_stage", "pipeline_model_parallel_layout"],
         ),
         ({"use_distributed_optimizer": False}, ["use_distributed_optimizer", "True"]),
         ({"moe_router_load_balancing_type": "aux_loss"}, ["moe_router_load_balancing_type: aux_loss", "seq_aux_loss"]),

@@ -168,6 +168,8 @@ OF_TRAINING = (
     "async_save_ckpt",
 )
 """Keys without effect in `megatron_infer`, which runs neither backward passes nor optimizer steps."""
+ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 Fraction = Annotated[float, Field(gt=0, le=1)]
 NO: tuple[Any, ...] = (None, False, 0, 0.0, "none", [], {})
 
@@ -217,6 +219,10 @@ class MegatronConfig(StrategyConfig):
     """Count the embedding as a layer when layers are split into stages."""
     account_for_loss_in_pipeline_split: bool = False
     """Count the output layer as a layer when layers are split into stages."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Number of layers of the first pipeline stage. The other stages share the rest evenly."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Number of layers of the last pipeline stage. The other stages share the rest evenly."""
     use_distributed_optimizer: Literal[True] = True
     """Shard the optimizer state over data-parallel ranks. Always on; it changes memory use, not results."""
     overlap_grad_reduce: bool = False
@@ -444,6 +450,9 @@ class MegatronConfig(StrategyConfig):
                 raise ValueError(f"pipeline_model_parallel_layout has {sum(chunks)} layers (t), the model {layers}")
             self._check_recomputed(chunks)
             return
+        if self._ends:
+            self._check_recomputed(self._with_ends(layers))
+            return
         ends = [
             f" + 1 for {end}"
             for end, counted in (
@@ -463,6 +472,23 @@ class MegatronConfig(StrategyConfig):
         chunks[0] -= self.account_for_embedding_in_pipeline_split
         chunks[-1] -= self.account_for_loss_in_pipeline_split
         self._check_recomputed(chunks)
+
+    @property
+    def _ends(self) -> dict[str, int]:
+        """Numbers of layers of the first and the last stage, if they are set."""
+        return {key: number for key in ENDS if (number := getattr(self, key)) is not None}
+
+    def _with_ends(self, layers: int) -> list[int]:
+        """Layers of model chunks, without order, if those of the first or the last stage are set."""
+        ends, of_stage = self._ends, self.runs_per_stage
+        between, rest = self.pipeline_model_parallel_size - len(ends), layers - sum(ends.values())
+        if rest < 0 or bool(rest) != bool(between) or (between and rest % (between * of_stage)):
+            arithmetic = " - ".join((f"num_hidden_layers {layers}", *(f"{key} {size}" for key, size in ends.items())))
+            number = f"{between} other stages" + (
+                f" × virtual_pipeline_model_parallel_size {of_stage} = {between * of_stage}" if of_stage > 1 else ""
+            )
+            raise ValueError(f"the model's {arithmetic} = {rest} layers cannot be divided over {number}")
+        return [size // of_stage for size in (*ends.values(), *([rest // between] if between else []))]
 
     def _check_recomputed(self, chunks: list[int]) -> None:
         """Check that groups of recomputed layers are whole in each model chunk; Megatron would index beyond its end."""
@@ -530,9 +556,17 @@ class MegatronConfig(StrategyConfig):
                 "virtual_pipeline_model_parallel_size above 1 needs a pipeline_model_parallel_size above 1"
             )
         layout = self.pipeline_model_parallel_layout
+        for key, number in self._ends.items():
+            if stages == 1:
+                raise ValueError(f"{key} needs a pipeline_model_parallel_size above 1")
+            if number % (virtual or 1):
+                raise ValueError(f"{key} {number} is not a multiple of virtual_pipeline_model_parallel_size {virtual}")
+            others = ("pipeline_model_parallel_layout", *COUNTED)
+            if beside := [other for other in others if getattr(self, other)]:
+                raise ValueError(f"{key} sets the layers of the stages: remove it, or {', '.join(beside)}")
         if layout is None:
             return
-        if self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split:
+        if any(getattr(self, key) for key in COUNTED):
             raise ValueError(
                 "pipeline_model_parallel_layout places the embedding and the output layer: remove"
                 " account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split"

@@ -165,6 +165,8 @@ def _parallelism(config: MegatronConfig) -> dict[str, Any]:
         "sequence_parallel": config.sequence_parallel,
         "account_for_embedding_in_pipeline_split": config.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": config.account_for_loss_in_pipeline_split,
+        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
     }
 
 
