@@ -368,7 +368,7 @@ def test_keys_a_strategy_refuses_are_dropped_with_its_reason(registry):
         ("rlvr_lora_deepspeed", "max_running_request", "unknown"),
         ("sft_fsdp2", "max_steps", "dead"),
         ("sft_fsdp2", "sft_train.data_args.prompt", "dead"),
-        ("sft_fsdp2", "sft_train.strategy_args.strategy_config.efsdp_size", "unsupported"),
+        ("sft_fsdp2", "sft_train.strategy_args.strategy_config.efsdp_size", "not needed"),
         ("sft_defaults", "prompt_length", "dead"),
         ("dpo", "beta", "dead"),
         ("dpo", "ipo", "dead"),
@@ -745,7 +745,7 @@ def test_keys_of_a_missing_plugin_stay_with_its_package_named(monkeypatch, tmp_p
     out = tmp_path / "ours.yaml"
     assert main(["import", "roll", str(FILES / "sft_fsdp2.yaml"), "-o", str(out)]) == 1
     assert mentions(capsys.readouterr().out, "roll-strategy-fsdp2")
-    assert yaml.safe_load(out.read_text())["sft_train"]["strategy_args"]["strategy_config"]["efsdp_size"] == 2
+    assert yaml.safe_load(out.read_text())["sft_train"]["strategy_args"]["strategy_config"]["async_save_ckpt"] is False
 
 
 def test_pattern_of_files_becomes_the_files_that_match(registry, tmp_path, monkeypatch):
@@ -980,3 +980,38 @@ def test_rollouts_without_training_become_an_evaluation(registry, tmp_path):
     assert config.validation.generating_args.max_new_tokens == 1280 - 256
     assert config.rewards["math"].reward == "math_rule"
     assert {entry.key: entry.status for entry in new.keys}["rollout_batch_size"] == "not needed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "status"),
+    [
+        ({}, 2, "differs"),  # 16 episodes for 8 replicas
+        ({"rollout_batch_size": 64}, 8, "kept"),
+        ({"rollout_batch_size": 20}, 8, "kept"),  # `check` rejects it
+        ({"batch_adjust_mode": "delete"}, 8, "kept"),
+    ],
+)
+def test_step_of_agents_has_no_copies_of_rows(changes, steps, status, registry, tmp_path):
+    data = compose(FILES / "agentic.yaml", (), registry).data | {"rollout_batch_size": 16} | changes
+    data["actor_train"] |= of_strategy("fsdp2_train", {"fsdp_size": 8}, 8, 1)
+    data["actor_train"]["model_args"] = {"ulysses_size": 2}
+    imported = converted(data, registry, tmp_path)
+    assert imported.config["actor_train"]["training_args"]["gradient_accumulation_steps"] == steps
+    entries = {entry.key: entry.status for entry in imported.keys}
+    assert entries["actor_train.training_args.gradient_accumulation_steps"] == status
+
+
+def test_settings_of_fsdp2_without_effect_on_results_are_dropped(registry, tmp_path):
+    data = compose(FILES / "agentic.yaml", (), registry).data
+    wraps = {"transformer_layer_cls_to_wrap": ["Layer"], "wrap_embeddings": True, "moe_experts": ["Experts"]}
+    keys = {"ep_size": 4, "efsdp_size": 2, "apply_tiled_mlp": True, "tiled_num_shards": 4, "wrap_policy": wraps}
+    data["actor_train"] |= of_strategy("fsdp2_train", keys | {"enable_mix_precision": False}, 1, 1)
+    imported = converted(data, registry, tmp_path)
+    assert imported.config["actor_train"]["strategy_args"]["strategy_config"] == {
+        "ep_size": 4,
+        "reduce_dtype": "bf16",
+        "wrap_policy": {"transformer_layer_cls_to_wrap": ["Layer"]},
+    }
+    assert not [
+        entry.key for entry in imported.keys if entry.status == "unsupported" and "strategy_config" in entry.key
+    ]

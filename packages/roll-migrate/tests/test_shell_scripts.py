@@ -39,7 +39,7 @@ def launches(text, folder, **variables):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "launch a=1 \\\n  b=2 \\", "launch a=1\\"])
 def test_words_are_those_of_bash(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "log"

@@ -134,6 +134,7 @@ EXPECTED = {
             "expert_model_parallel_size": 4,
             "expert_tensor_parallel_size": 1,
             "sequence_parallel": True,
+            "moe_router_dtype": "fp32",
         },
         # 32 prompts × 4 responses over 8 data parallel ranks, in microbatches of 2
         "actor_train.training_args.gradient_accumulation_steps": 8,
@@ -494,11 +495,106 @@ def test_every_key_of_a_file_is_reported_once(registry):
         (
             {
                 "model_engine": "megatron",
-                "arr__actor__megatron__override_transformer_config": {"num_layers_in_first_pipeline_stage": 5},
+                "arr__actor__megatron": {
+                    "pipeline_model_parallel_size": 2,
+                    "override_transformer_config": {"num_layers_in_first_pipeline_stage": 5},
+                },
             },
             "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage",
-            "unsupported",
+            "renamed",
+            {"actor_train.strategy_args.strategy_config.num_layers_in_first_pipeline_stage": 5},
+        ),
+        (
+            {
+                "model_engine": "megatron",
+                "arr__actor__megatron__override_transformer_config": {"moe_token_dispatcher_type": "flex"},
+            },
+            "actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type",
+            "changed",
+            {"actor_train.strategy_args.strategy_config.moe_token_dispatcher_type": "alltoall"},
+        ),
+        (
+            {
+                "model_engine": "megatron",
+                "arr__actor__megatron__override_transformer_config": {"use_flash_attn": True},
+            },
+            "actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn",
+            "not needed",
             {},
+        ),
+        # verl's limits are per GPU: those that split the tokens of a sequence have the sum
+        *(
+            (
+                {"model_engine": engine, "arr__actor": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 8} | by},
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+                "renamed",
+                {"actor_train.max_tokens_per_microbatch_in_train": 16},
+            )
+            for engine, by in (
+                ("megatron", {"megatron": {"context_parallel_size": 2}}),
+                ("veomni", {"veomni": {"ulysses_parallel_size": 2}}),
+                ("fsdp", {"ulysses_sequence_parallel_size": 2}),
+            )
+        ),
+        *(
+            (
+                {
+                    "model_engine": engine,
+                    "arr__actor": {"use_kl_loss": True, "use_dynamic_bsz": True} | by,
+                    "arr__ref__log_prob_max_token_len_per_gpu": 8,
+                },
+                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+                "renamed",
+                {"reference.max_tokens_per_microbatch_in_infer": 16},
+            )
+            for engine, by in (
+                ("megatron", {"megatron": {"context_parallel_size": 2}}),
+                ("fsdp", {"ulysses_sequence_parallel_size": 2}),
+            )
+        ),
+        (
+            {"model_engine": "megatron", "arr__actor__optim__betas": [0.9, 0.95]},
+            "actor_rollout_ref.actor.optim.betas",
+            "dead",
+            {"actor_train.training_args.adam_beta2": None},
+        ),
+        (
+            {"model_engine": "megatron", "arr__actor__optim__override_optimizer_config": {"adam_beta2": 0.95}},
+            "actor_rollout_ref.actor.optim.override_optimizer_config.adam_beta2",
+            "renamed",
+            {"actor_train.training_args.adam_beta2": 0.95},
+        ),
+        (
+            {"model_engine": "megatron", "arr__actor__optim": {"lr_decay_style": "cosine", "min_lr": 2e-7}},
+            "actor_rollout_ref.actor.optim.lr_decay_style",
+            "changed",
+            {
+                "actor_train.training_args.lr_scheduler_type": "cosine_with_min_lr",
+                "actor_train.training_args.lr_scheduler_kwargs": {"min_lr": 2e-7},
+            },
+        ),
+        *(
+            (
+                {"model_engine": "megatron", "arr__actor__optim": {"lr_decay_style": style, "min_lr": 2e-7}},
+                "actor_rollout_ref.actor.optim.min_lr",
+                status,
+                {},
+            )
+            for style, status in (("constant", "not needed"), ("cosine", "not needed"), ("linear", "unsupported"))
+        ),
+        *(
+            (
+                {"arr__actor__fsdp_config__mixed_precision": {name: value}},
+                f"actor_rollout_ref.actor.fsdp_config.mixed_precision.{name}",
+                status,
+                {f"actor_train.strategy_args.strategy_config.{name}": ours},
+            )
+            for name, value, status, ours in (
+                ("reduce_dtype", "bf16", "renamed", "bf16"),
+                ("reduce_dtype", "fp32", "not needed", None),
+                ("param_dtype", "float32", "changed", "fp32"),
+                ("buffer_dtype", "fp32", "not needed", None),
+            )
         ),
         ({"data__image_key": "images"}, "data.image_key", "renamed", {"actor_train.data_args.images": "images"}),
         (
@@ -810,6 +906,28 @@ SFT = {
         "sft_train.strategy_args.strategy_config": {"ulysses_size": 2},
         "sft_train.device_mapping": "list(range(0,8))",
     },
+    # Megatron: sequences are split as by verl's default, and a limit of tokens is that of one of two ranks
+    "torchrun --nnodes=2 --nproc_per_node=$1 -m verl.trainer.sft_trainer data.train_files=a.parquet"
+    " data.train_batch_size=64 data.max_token_len_per_gpu=2048 engine=megatron optim=megatron model.path=m"
+    " optim.lr=2e-5 optim.lr_decay_style=cosine optim.min_lr=2e-6 optim.betas=[0.9,0.95]"
+    " engine.tensor_model_parallel_size=2"
+    " engine.context_parallel_size=2 engine.expert_model_parallel_size=8 engine.expert_tensor_parallel_size=1"
+    " engine.pipeline_model_parallel_size=2": {
+        "sft_train.training_args.lr_scheduler_type": "cosine_with_min_lr",
+        "sft_train.training_args.lr_scheduler_kwargs": {"min_lr": 2e-6},
+        "sft_train.training_args.adam_beta2": None,
+        # 64 rows over 16 GPUs, 8 for a row
+        "sft_train.training_args.gradient_accumulation_steps": 32,
+        "sft_train.max_tokens_per_microbatch_in_train": 4096,
+        "sft_train.strategy_args.strategy_config": {
+            "tensor_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+    },
     # the older one: a question and an answer in a column of mappings
     "torchrun --nnodes=1 --nproc_per_node $1 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet"
     " data.val_files=b.parquet data.prompt_key=extra_info data.response_key=extra_info"
@@ -914,3 +1032,12 @@ def test_val_only_becomes_an_evaluation(registry, tmp_path, monkeypatch, capsys)
     entries = {entry.key: entry for entry in import_verl(file, registry).keys}
     assert (entries["trainer.val_only"].status, entries["trainer.val_only"].to) == ("changed", ("pipeline",))
     assert entries["actor_rollout_ref.actor.optim.lr"].status == "not needed"
+
+
+def test_reference_has_the_layers_of_the_policy(registry, tmp_path):
+    """Without settings of its own, verl's reference has those of the policy's layers and stages."""
+    layers = {"num_layers_in_last_pipeline_stage": 6, "moe_router_dtype": "fp32"}
+    policy = {"pipeline_model_parallel_size": 12, "override_transformer_config": layers}
+    text = settings(model_engine="megatron", arr__actor={"use_kl_loss": True, "megatron": policy})
+    reference = imported(text, registry, tmp_path).config["reference"]["strategy_args"]["strategy_config"]
+    assert reference == {"pipeline_model_parallel_size": 12} | layers

@@ -66,8 +66,11 @@ MODEL: Table = {
 TRAINING: Table = {
     **keys(
         "learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2 per_device_train_batch_size"
-        " gradient_accumulation_steps warmup_steps warmup_ratio",
+        " warmup_steps warmup_ratio",
         keep(),
+    ),
+    "gradient_accumulation_steps": change(
+        "kept; less in `agentic` if a batch has fewer rows, which ROLL fills with copies", values.accumulation
     ),
     "num_train_epochs": change("kept in sft; rlvr uses `max_steps`, as in ROLL", values.num_train_epochs),
     **keys("max_steps seed output_dir logging_steps save_steps", unneeded("set by the run, as in ROLL")),
@@ -529,6 +532,13 @@ STRATEGIES: dict[str, Table] = {
     "fsdp2": {
         "save_only_model": unneeded("checkpoints resume runs, and export/ is a Hugging Face model"),
         **keys("apply_expert_patch moe_use_grouped_mm model_type", unneeded("set by the model")),
+        "enable_mix_precision": change("`false` → `reduce_dtype: bf16`", values.mix_precision),
+        "efsdp_size": unneeded("experts are sharded over the ranks of fsdp_size that hold the same ones"),
+        **keys("apply_tiled_mlp tiled_num_shards", unneeded("it saves memory and does not affect results")),
+        "wrap_policy": {
+            "transformer_layer_cls_to_wrap": change("kept", lambda value, key: key.unchanged(), nested=True),
+            **keys("wrap_embeddings wrap_lm_output moe_experts", unneeded("all parameters are sharded")),
+        },
         "fsdp_size": change("kept; 1 or less means all ranks", values.fsdp_size),
         **keys("param_dtype reduce_dtype", change("kept; torch's names are converted", values.torch_dtype)),
     },

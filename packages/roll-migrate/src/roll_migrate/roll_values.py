@@ -612,15 +612,38 @@ SPLITS_MODEL = ("tensor_model", "pipeline_model", "context")
 def rows_of_a_step(source: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
     """Rows of a batch, which ROLL's distill has for each optimizer step."""
     role = config.get("actor_train", {})
-    arguments, keys = (lookup(role, key) or {} for key in ("training_args", "strategy_args.strategy_config"))
+    rows, steps = _rows_of_a_pass(role), lookup(role, "training_args.gradient_accumulation_steps", 1)
+    return None if rows is None or not isinstance(steps, int) else rows * steps
+
+
+def _rows_of_a_pass(role: Mapping[str, Any]) -> int | None:
+    """Rows of one micro-batch of each replica of a trained role."""
+    keys = lookup(role, "strategy_args.strategy_config") or {}
     try:
         number = len(parse_device_mapping(role.get("device_mapping")))
         number //= prod(int(keys.get(f"{name}_parallel_size", 1)) for name in SPLITS_MODEL)
-        for name, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)):
-            number *= int(arguments.get(name, default))
+        number //= int(keys.get("ulysses_size") or lookup(role, "model_args.ulysses_size") or 1)
+        return number * int(lookup(role, "training_args.per_device_train_batch_size", 8))
     except (TypeError, ValueError, AttributeError):
         return None
-    return number
+
+
+def accumulation(value: Any, key: Key) -> Outcome:
+    """ROLL fills a batch with copies of its rows to whole optimizer steps (AgenticPipeline.adjust_batch)."""
+    rows = key.get("rollout_batch_size")
+    fills = key.pipeline == "agentic" and (key.get("batch_adjust_mode") or "copy") == "copy"
+    a_pass = _rows_of_a_pass(key.get("actor_train") or {}) if fills and key.role == ("actor_train",) else None
+    if not (a_pass and isinstance(value, int) and isinstance(rows, int)) or rows >= a_pass * value or rows % a_pass:
+        return key.unchanged()
+    note = f"ROLL fills the batch of {rows} with copies to {a_pass * value} rows; here a step has the {rows}"
+    return key.differs(note, {key.path: rows // a_pass})
+
+
+def mix_precision(value: Any, key: Key) -> Outcome:
+    """ROLL reduces gradients in bf16 without it (roll/distributed/strategy/fsdp_strategy.py)."""
+    if value or key.beside("reduce_dtype") is not None:
+        return key.unneeded("parameters are bf16 and gradients are reduced in fp32" if value else "reduce_dtype has it")
+    return key.changed({(*key.path[:-1], "reduce_dtype"): "bf16"})
 
 
 def is_pure(source: Mapping[str, Any]) -> bool:

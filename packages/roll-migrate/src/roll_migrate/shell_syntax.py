@@ -197,7 +197,7 @@ class Chain:
 
 Block = tuple[Chain, ...]
 
-_BLANK = re.compile(r"(?:[ \t]|\\\n)*")
+_BLANK = re.compile(r"(?:[ \t]|\\(?:\n|\Z))*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]\n]*)\])?(\+?)=")
 _RESERVED = re.compile(
@@ -639,7 +639,7 @@ class _Parser:
         if char == "\\":
             after = self.text[self.position + 1 : self.position + 2]
             self.position += 2
-            if after != "\n":
+            if after not in ("", "\n"):  # the shell drops a backslash at the end of a file, too
                 keeps = literal and after not in ('"', "\\", "$", "`", ends)
                 parts.append(Text(f"\\{after}" if keeps else after, quoted=True))
         elif char == "$" and (part := self.expansion(quoted=literal)) is not None:

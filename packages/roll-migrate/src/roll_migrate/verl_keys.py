@@ -86,11 +86,20 @@ def num_gpus(source: Mapping[str, Any]) -> int:
     return count(source, "trainer.n_gpus_per_node", 8) * count(source, "trainer.nnodes")
 
 
+def ranks_per_sequence(source: Mapping[str, Any], role: str) -> int:
+    """Ranks of a role that split the tokens of each sequence: verl's limits of tokens are per rank."""
+    if backend(source, role) == "megatron":
+        default = ranks_per_sequence(source, ACTOR) if role == REF else 1
+        return count(source, f"{role}.megatron.context_parallel_size", default)
+    return ulysses(source, role)
+
+
 def ulysses(source: Mapping[str, Any], role: str) -> int:
     """Ulysses sequence parallel size of a role."""
+    default = ulysses(source, ACTOR) if role == REF else 1
     if backend(source, role) == "veomni":
-        return count(source, f"{role}.veomni.ulysses_parallel_size")
-    default = lookup(source, f"{role}.fsdp_config.ulysses_sequence_parallel_size", 1)
+        return count(source, f"{role}.veomni.ulysses_parallel_size", default)
+    default = lookup(source, f"{role}.fsdp_config.ulysses_sequence_parallel_size", default)
     return count(source, f"{role}.ulysses_sequence_parallel_size", default)
 
 
@@ -521,8 +530,9 @@ def _tokens(kind: str) -> Convert:
         switch = key.beside("log_prob_use_dynamic_bsz") if kind == "infer" else None
         if not (dynamic(key.source, role) if switch is None else switch):
             return key.unneeded("use_dynamic_bsz is off")
-        size = ulysses(key.source, role)
-        note = f"{value} per GPU × ulysses_sequence_parallel_size {size}" if size > 1 else ""
+        size = ranks_per_sequence(key.source, role)
+        splits = "context" if backend(key.source, role) == "megatron" else "ulysses_sequence"
+        note = f"{value} per GPU × {splits}_parallel_size {size}" if size > 1 else ""
         limit = value * size if isinstance(value, int) else value
         return key.renamed({f"{{role}}.max_tokens_per_microbatch_in_{kind}": limit}, note)
 
@@ -548,6 +558,16 @@ def _dtype(value: Any, key: Key) -> Outcome:
     if value in ("fp32", "float32"):
         return key.unneeded("the optimizer updates fp32 weights; the computation is bf16")
     return key.differs(f"verl stores the trained weights in {value}; here the optimizer has fp32 weights")
+
+
+def _fsdp_dtype(value: Any, key: Key) -> Outcome:
+    dtype = {"bfloat16": "bf16", "float32": "fp32"}.get(value, value)
+    if dtype == {"param_dtype": "bf16", "reduce_dtype": "fp32"}[key.name]:
+        return key.unneeded("it is so by default")
+    if key.name == "reduce_dtype" and key.new_role == "reference":
+        return key.unneeded(ONLY_SCORES)
+    target = {f"{{role}}.{STRATEGY}.{key.name}": dtype}
+    return key.renamed(target) if dtype == value else key.changed(target)
 
 
 def _fsdp_size(value: Any, key: Key) -> Outcome:
@@ -577,6 +597,11 @@ def _megatron_sequences(value: Any, key: Key) -> Outcome:
     return key.renamed(f"{{role}}.{STRATEGY}.sequence_parallel")
 
 
+def _dispatcher(value: Any, key: Key) -> Outcome:
+    target = f"{{role}}.{STRATEGY}.moe_token_dispatcher_type"
+    return key.changed({target: "alltoall"}, "without DeepEP") if value == "flex" else key.renamed(target)
+
+
 def _recompute_modules(value: Any, key: Key) -> Outcome:
     if key.new_role == "reference":
         return key.unneeded(ONLY_SCORES)
@@ -596,10 +621,22 @@ def _schedule(value: Any, key: Key) -> Outcome:
     target = "{role}.training_args.lr_scheduler_type"
     if value == "constant":
         return key.changed({target: "constant_with_warmup" if warms_up(key.source, key.parent) else "constant"})
-    if value == "cosine" and (floor := key.beside("min_lr_ratio")):
-        kwargs = {"{role}.training_args.lr_scheduler_kwargs.min_lr_rate": floor}
-        return key.changed({target: "cosine_with_min_lr", **kwargs})
+    if value == "cosine" and (floor := _lowest_rate(key)):
+        return key.changed({target: "cosine_with_min_lr", "{role}.training_args.lr_scheduler_kwargs": floor})
     return key.renamed(target)
+
+
+def _lowest_rate(key: Key) -> dict[str, float]:
+    """Arguments of a cosine schedule that ends above 0. FSDP's optimizer has `min_lr_ratio`, Megatron's `min_lr`."""
+    names = {"min_lr_rate": "min_lr_ratio", "min_lr": "min_lr"}
+    return {name: value for name, theirs in names.items() if positive(value := key.beside(theirs))}
+
+
+def _min_lr(value: Any, key: Key) -> Outcome:
+    style = key.beside("lr_decay_style") or "constant"
+    if not value or style in ("constant", "cosine"):
+        return key.unneeded("the rate is constant" if style == "constant" else "lr_decay_style has it")
+    return key.rejected(f"a {style} schedule decays to 0 here")
 
 
 def _positive(name: str) -> Convert:
@@ -610,6 +647,8 @@ def _positive(name: str) -> Convert:
 
 
 def _betas(value: Any, key: Key) -> Outcome:
+    if backend(key.source, ".".join(key.path[:-2]) or ACTOR) == "megatron":
+        return key.dead("verl does not pass it to Megatron, whose betas are 0.9 and 0.999")
     if not isinstance(value, list) or len(value) != 2:
         return key.rejected("expected two numbers")
     return key.renamed({f"{{role}}.training_args.adam_beta{i}": beta for i, beta in enumerate(value, 1)})
@@ -842,7 +881,7 @@ OPTIM: Table = {
     "optimizer": refused("only AdamW is converted; set training_args.optimizer", "AdamW", "adam", "adamw"),
     "optimizer_impl": refused("only torch's AdamW is supported", "torch.optim"),
     "num_cycles": refused("a cosine has half a cycle", 0.5),
-    "min_lr": refused("the schedule decays to 0, or to min_lr_ratio", 0.0),
+    "min_lr": nested(_min_lr),
     "lr_warmup_init": refused("warm-up starts at 0", 0.0),
     **keys("total_training_steps lr_decay_steps", unneeded("the schedule spans max_steps")),
     "override_optimizer_config": {
@@ -850,6 +889,7 @@ OPTIM: Table = {
             name: to(f"{{role}}.{STRATEGY}.{name}")
             for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
         },
+        **{name: to(f"{{role}}.training_args.{name}") for name in ("adam_beta1", "adam_beta2")},
         "use_precision_aware_optimizer": unneeded("masters and moments are fp32"),
     },
     **keys("zero_indexed_step use_checkpoint_opt_param_scheduler", FASTER),
@@ -865,7 +905,11 @@ FSDP: Table = {
     "qat": switched(QAT),
     "seed": SEEDED,
     "full_determinism": EXACT,
-    "mixed_precision": refused("the computation is bf16, gradients are reduced in fp32"),
+    "mixed_precision": {
+        "param_dtype": _fsdp_dtype,
+        "reduce_dtype": _fsdp_dtype,
+        "buffer_dtype": unneeded("buffers keep the model's dtype"),
+    },
     **keys(
         "wrap_policy forward_prefetch use_orig_params entropy_from_logits_with_chunking"
         " entropy_from_logits_chunk_size use_torch_compile entropy_checkpointing"
@@ -880,7 +924,7 @@ PARALLEL = (
 )
 TRANSFORMER = (
     "moe_grouped_gemm moe_token_dispatcher_type moe_router_dtype account_for_embedding_in_pipeline_split"
-    " account_for_loss_in_pipeline_split"
+    " account_for_loss_in_pipeline_split num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
 )
 OF_TRAINING = "recompute_granularity recompute_method recompute_num_layers moe_aux_loss_coeff moe_z_loss_coeff"
 MEGATRON: Table = {
@@ -891,17 +935,14 @@ MEGATRON: Table = {
     "override_transformer_config": {
         **{name: _of_training(name) for name in OF_TRAINING.split()},
         **{name: to(f"{{role}}.{STRATEGY}.{name}") for name in TRANSFORMER.split()},
+        "moe_token_dispatcher_type": _dispatcher,
         "recompute_modules": nested(_recompute_modules),
         **keys(
             "attention_backend apply_rope_fusion gradient_accumulation_fusion masked_softmax_fusion"
             " bias_activation_fusion bias_dropout_fusion persist_layer_norm deallocate_pipeline_outputs"
             " moe_permute_fusion moe_enable_deepep moe_flex_dispatcher_backend moe_shared_expert_overlap"
-            " enable_vision_context_parallelism",
+            " enable_vision_context_parallelism use_flash_attn",
             FASTER,
-        ),
-        **keys(
-            "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
-            refused("write the layers of all stages as pipeline_model_parallel_layout"),
         ),
     },
     **keys("override_ddp_config override_mcore_model_config", refused("only the declared keys are supported", {})),
@@ -1293,7 +1334,7 @@ def _trained(role: str, theirs: str, rate: float, tokens: int, when: Condition =
         return "constant_with_warmup" if warms_up(source, f"{theirs}.optim") else "constant"
 
     def limit(source: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-        return lookup(config, f"{tokens_in}_train", tokens * ulysses(source, theirs))
+        return lookup(config, f"{tokens_in}_train", tokens * ranks_per_sequence(source, theirs))
 
     def is_filled(source: Mapping[str, Any]) -> bool:
         return bool(when(source) and dynamic(source, theirs))
@@ -1310,7 +1351,7 @@ def _trained(role: str, theirs: str, rate: float, tokens: int, when: Condition =
             f"{args}.gradient_accumulation_steps", lambda source, _: accumulation(source, theirs)[0], when, arithmetic
         ),
         Default(f"{role}.use_dynamic_batching_in_train", True, is_filled),
-        Default(f"{tokens_in}_train", lambda source, config: tokens * ulysses(source, theirs), is_filled),
+        Default(f"{tokens_in}_train", lambda source, config: tokens * ranks_per_sequence(source, theirs), is_filled),
         Default(f"{role}.use_dynamic_batching_in_infer", True, is_filled),
         Default(f"{tokens_in}_infer", limit, is_filled),
         *_placed(role, theirs, "train", when),
@@ -1318,7 +1359,7 @@ def _trained(role: str, theirs: str, rate: float, tokens: int, when: Condition =
 
 
 def _like_policy(engine: str, names: str) -> Iterator[Default]:
-    """Parallel sizes of the reference."""
+    """Settings of the reference's layers and their placement."""
 
     def uses(source: Mapping[str, Any]) -> bool:
         return has_reference(source) and (backend(source, REF) == "megatron") is (engine == "megatron")
@@ -1403,7 +1444,7 @@ DEFAULTS: tuple[Default, ...] = (
     Default(f"{ENGINE}.gpu_memory_utilization", 0.5, _has_engine("vllm", "None")),
     Default(f"{ENGINE}.tp_size", lambda source, _: 2 * expert_parallel_copies(source), _has_engine("sglang")),
     Default(f"{ENGINE}.mem_fraction_static", 0.5, _has_engine("sglang")),
-    *_like_policy("megatron", PARALLEL),
+    *_like_policy("megatron", f"{PARALLEL} {TRANSFORMER}"),
     *_like_policy("fsdp2", "ulysses_size ep_size"),
     *_placed("reference", REF, "infer", has_reference),
     Default("reference.use_dynamic_batching_in_infer", True, _reference_is_filled, LIKE_POLICY),

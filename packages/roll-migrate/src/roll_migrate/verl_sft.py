@@ -55,9 +55,17 @@ def replica(source: Mapping[str, Any]) -> int:
 
 
 def token_limit(source: Mapping[str, Any], tokens: Any) -> Any:
-    """Tokens of a micro-batch: those of all ranks that train one sequence, except with Megatron."""
+    """Tokens of a micro-batch: verl's limit is per rank that splits the tokens of a sequence."""
     is_megatron = source.get("model_engine") == "megatron"
-    return tokens * replica(source) if isinstance(tokens, int) and not is_megatron else tokens
+    ranks = verl.count(source, "engine.context_parallel_size") if is_megatron else replica(source)
+    return tokens * ranks if isinstance(tokens, int) else tokens
+
+
+def splits_sequences(source: Mapping[str, Any]) -> bool:
+    """True if Megatron's sequence parallelism, verl's default, has an effect."""
+    size = verl.count(source, "engine.tensor_model_parallel_size")
+    is_megatron = source.get("model_engine") == "megatron"
+    return is_megatron and size > 1 and bool(lookup(source, "engine.sequence_parallel", default=True))
 
 
 def accumulation(source: Mapping[str, Any]) -> tuple[int, str]:
@@ -279,6 +287,7 @@ DEFAULTS: tuple[Default, ...] = (
     Default(f"{ARGS}.num_train_epochs", 4, lambda source: lookup(source, "trainer.total_training_steps") is None),
     Default(f"{ROLE}.device_mapping", lambda source, _: f"list(range(0,{num_gpus(source)}))"),
     Default(f"{ROLE}.strategy_args.strategy_name", _strategy),
+    Default(f"{ROLE}.{verl.STRATEGY}.sequence_parallel", True, splits_sequences),
     Default(f"{ROLE}.use_dynamic_batching_in_train", True, is_dynamic),
     Default(f"{ROLE}.max_tokens_per_microbatch_in_train", lambda source, _: token_limit(source, 8192), is_dynamic),
     Default(f"{ROLE}.model_args.lora_alpha", 16, _has_lora),
