@@ -124,7 +124,7 @@ class HarnessProgram(RolloutProgram):
             tokens=config.prompt_length + config.response_length,
         )
         recorder = Recorder(context, self._encoder, limits, key="call", unrecorded_replies="allow", clients_sample=True)
-        completions = recorder.completions = Completions(
+        completions = Completions(
             self._run.infer_role("actor_infer"),
             self._run.tokenizer,
             key=f"{prompt.id}/completion",
@@ -133,7 +133,7 @@ class HarnessProgram(RolloutProgram):
         )
         await self._server.start()
         try:
-            with self._server.session(recorder) as secret:
+            with self._server.session(recorder, completions) as secret:
                 seed = seed_of(config.seed, prompt.id)
                 session = Session(base_url=self._server.base_url, api_key=secret, seed=seed)
                 await self._call(session, recorder, prompt.tag)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from roll_core.spec.rollout import RolloutContext
     from roll_core.types import CompletionOutput, Media, TokenIds
     from roll_pipeline_agentic.chat_encoder import ChatEncoder, EncodedChat
-    from roll_pipeline_agentic.completions import Completions
 
 
 Result = TypeVar("Result")
@@ -180,8 +179,6 @@ class Recorder:
         self.truncated = False
         """True if a limit refused a call."""
         self.counts: Counter[str] = Counter()
-        self.completions: Completions | None = None
-        """Serves the path of completions, if the rollout has it."""
         self.error: BaseException | None = None
         """Error of the run, not of the agent: the engine failed."""
         self.failed = asyncio.Event()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from roll_core.spec.environment import Message
+    from roll_pipeline_agentic.completions import Completions
     from roll_pipeline_agentic.recording import Call, ChatReply, ChatRequest, Recorder
     from roll_pipeline_agentic.recording_dialects import Dialect, Event, ReplyStream
 
@@ -57,6 +58,8 @@ class RecordingServer:
         """`port` 0: a free one. `url` is the address for agents if they reach the endpoint by another one."""
         self._host, self._port, self._url = host, port, url
         self._recorders: dict[str, Recorder] = {}
+        self._completions: dict[Recorder, Completions] = {}
+        """Completions of the rollouts that have them."""
         self._connections = _Connections(_max_connections())
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -124,14 +127,17 @@ class RecordingServer:
             self._runner = None
 
     @contextmanager
-    def session(self, recorder: Recorder) -> Iterator[str]:
-        """A new secret, with which requests reach the recorder until the context ends."""
+    def session(self, recorder: Recorder, completions: Completions | None = None) -> Iterator[str]:
+        """A new secret, with which requests reach the recorder, and `completions`, until the context ends."""
         secret = f"roll-{secrets.token_urlsafe(24)}"
         self._recorders[secret] = recorder
+        if completions is not None:
+            self._completions[recorder] = completions
         try:
             yield secret
         finally:
             del self._recorders[secret]
+            self._completions.pop(recorder, None)
 
     def _recorder(self, request: web.Request) -> Recorder:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -207,7 +213,7 @@ class RecordingServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
-        completions = self._recorder(request).completions
+        completions = self._completions.get(self._recorder(request))
         if completions is None:
             raise RequestError("completions are for evaluation harnesses: send messages", status=404, code="not_found")
         try:
