@@ -254,15 +254,28 @@ class ContainerConfig(Config):
     """Remove the container with its processes and files."""
 
 
+class RemoteContainerConfig(Config):
+    """`container`: containers of a service, by its API."""
+
+    api: Literal["daytona"]
+    """Service: Daytona, also one that you host."""
+    url: str = ""
+    """Address of its API. Default: that of its library."""
+    token: str = "DAYTONA_API_KEY"
+    """Environment variable with the token of the API."""
+    target: str = ""
+    """Region. Default: that of the account."""
+
+
 class HarborConfig(Config):
     """Options of the environment `harbor`."""
 
     tasks: str = ""
     """Directory of a task in Harbor's layout, or of directories of tasks. Empty: each row of data is a task, with the
     columns `instruction`, `image` and `test`."""
-    container: Literal["docker", "podman", "local"] | ContainerConfig = "docker"
-    """Program that runs the containers, or its commands. `local`: directories and namespaces of this host, without
-    images."""
+    container: Literal["docker", "podman", "local"] | ContainerConfig | RemoteContainerConfig = "docker"
+    """Program that runs the containers, its commands, or a service. `local`: directories and namespaces of this host,
+    without images."""
     mounts: dict[str, str] = Field(default_factory=dict)
     """Directories of the host that `container: local` shows read-only, with their paths in the container."""
     command_timeout_s: PositiveFloat = 30.0
@@ -276,8 +289,7 @@ class HarborConfig(Config):
         from roll_environments.workspaces import commands_of
 
         try:
-            if self.tasks:
-                read_tasks(self.tasks)
+            tasks = read_tasks(self.tasks) if self.tasks else ()
         except (OSError, ValueError) as error:
             raise ValueError(f"tasks: {error}") from error
         if self.mounts and self.container != "local":
@@ -289,6 +301,13 @@ class HarborConfig(Config):
                 raise ValueError(f"mounts: {source} is shown at {target!r}, expected an absolute path")
         if self.container == "local" and not sys.platform.startswith("linux"):
             raise ValueError(f"container: local needs Linux, this is {sys.platform}")
+        if isinstance(self.container, RemoteContainerConfig):
+            _installed("daytona", "daytona>=0.200")
+            if lacking := next((task for task in tasks if not task.image), None):
+                raise ValueError(
+                    f"{lacking.where}: environment.docker_image is missing: container.api builds no images"
+                )
+            return self
         container = self.container.model_dump() if isinstance(self.container, ContainerConfig) else self.container
         for key, command in commands_of(container, self.mounts).items():
             if command and shutil.which(command[0]) is None:

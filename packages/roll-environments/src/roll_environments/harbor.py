@@ -28,7 +28,7 @@ from roll_environments.tool_calls import ToolCallError, correction, tool_calls, 
 from roll_environments.workspaces import Workspace, WorkspaceError, commands_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from roll_core.spec.environment import Message, Reply, Task
     from roll_environments.tool_calls import ToolCall
@@ -204,12 +204,12 @@ class Harbor(Environment):
         self,
         *,
         tasks: str = "",
-        container: str | Mapping[str, Sequence[str]] = "docker",
+        container: str | Mapping[str, Any] = "docker",
         mounts: Mapping[str, str] = MappingProxyType({}),
         command_timeout_s: float = 30.0,
         max_output: int = 10_000,
     ) -> None:
-        self.tasks, self.commands = tasks, commands_of(container, mounts)
+        self.tasks, self.container, self.mounts = tasks, container, mounts
         self.command_timeout_s, self.max_output = command_timeout_s, max_output
         self.workspace: Workspace | None = None
 
@@ -271,13 +271,12 @@ class Harbor(Environment):
         """A new container with the files of the task."""
         task, files = self.task, self.task.environment
         image = task.image or (f"roll-{_digest(files)}" if files else "")
-        workspace = Workspace(self.commands, image=image, workdir=task.workdir)
+        workspace = _workspace(self.container, self.mounts, image=image, workdir=task.workdir)
         try:
             if files and not task.image:
                 workspace.build(files, task.build_s)
             workspace.start()
-            of_image = any("{image}" in word for word in self.commands["start"])
-            if files and not self.commands.get("build") and not (task.image and of_image):
+            if files and not workspace.builds and not (task.image and workspace.starts_images):
                 workspace.put(files, task.workdir or "/app", skip=("Dockerfile", "docker-compose.yaml"))
         except BaseException:
             workspace.close()
@@ -326,6 +325,15 @@ class Harbor(Environment):
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             tail = tested.output.decode(errors="replace")[-300:]
             return None, f"exit code {tested.code}, {name or 'no reward file'}: {error}: {tail}"
+
+
+def _workspace(container: str | Mapping[str, Any], mounts: Mapping[str, str], *, image: str, workdir: str) -> Workspace:
+    if isinstance(container, str) or "api" not in container:
+        return Workspace(commands_of(container, mounts), image=image, workdir=workdir)
+    from roll_environments.daytona_workspace import DaytonaService, DaytonaWorkspace
+
+    service = DaytonaService(**{key: value for key, value in container.items() if key != "api"})
+    return DaytonaWorkspace(service, image=image, workdir=workdir)
 
 
 def _reward(value: Any) -> float:

@@ -100,13 +100,23 @@ class Workspace:
         self._remover = self._start_remover()
 
     @property
+    def starts_images(self) -> bool:
+        """True if the container has the files of the image."""
+        return any("{image}" in word for word in self._commands["start"])
+
+    @property
+    def builds(self) -> bool:
+        """True if images are built from a directory with a Dockerfile."""
+        return bool(self._commands.get("build"))
+
+    @property
     def enter(self) -> list[str]:
         """Command that runs a program in the workspace; the program and its arguments follow."""
         return self._filled("exec")
 
     def build(self, context: Path, timeout_s: float) -> None:
         """Build the image from a directory with a Dockerfile, unless the commands have no `build`."""
-        if self._commands.get("build"):
+        if self.builds:
             self._names["context"] = str(context)
             self._required("build", timeout_s)
 
