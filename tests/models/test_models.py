@@ -98,6 +98,7 @@ RELEASED = {
 CAUSES = {
     ("vllm", "bloom"): "vLLM's BloomMLP computes GELU exactly, and transformers by tanh",
     ("vllm", "ctrl"): "vLLM's Transformers backend does not update the bias of an output layer",
+    ("vllm", "doge"): "vLLM's Transformers backend drops the mask that Doge's attention computes from its values",
     ("vllm", "longcat_flash"): "transformers stores matrices of the identity experts, which vLLM has no place for",
     ("vllm", "zaya"): "vLLM's Transformers backend keeps no state between tokens, which ZAYA's convolutions need",
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -125,3 +126,17 @@ def test_vllm_still_rotates_other_heads_on_a_cpu():
     torch.testing.assert_close(rotary.forward_cpu(positions, *flat), tuple(each.flatten(1) for each in expected))
     upstream, _ = RotaryEmbedding.forward_cpu.__wrapped__(rotary, positions, *map(torch.clone, heads))
     assert not torch.allclose(upstream, expected[0])
+
+
+def test_vllm_still_counts_keys_of_one_expert(tmp_path):
+    """When this fails, `workarounds.repeat_keys_for_experts` is no longer needed."""
+    from vllm.config import ModelConfig, ParallelConfig
+
+    from roll_infer_vllm.workarounds import repeat_keys_for_experts
+
+    repeat_keys_for_experts()
+    keys = {"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"num_experts_per_tok": 3, "kv_channels": 16}))
+    config, parallel = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True), ParallelConfig()
+    assert config.get_num_kv_heads(parallel) == 6
+    assert ModelConfig.get_num_kv_heads.__wrapped__(config, parallel) == 2

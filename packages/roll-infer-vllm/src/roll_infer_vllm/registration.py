@@ -9,8 +9,8 @@ TRANSFER = "roll"
 
 
 def register() -> None:
-    """Register the weight transfer engine and the quantization method, and end the process when the worker exits. On a
-    CPU also mend vLLM's mixtures of experts and rotary embeddings.
+    """Register the weight transfer engine and the quantization method, and end the process when the worker exits. Mend
+    vLLM's encoders, activations and JetMoE, and on a CPU its mixtures of experts and rotary embeddings.
 
     The weight transfer module is imported only when an engine uses it. Idempotent.
     """
@@ -32,6 +32,7 @@ def register() -> None:
 
     workarounds.load_flat_encoders()
     workarounds.store_activations_in_dtype_of_model()
+    workarounds.repeat_keys_for_experts()
     if current_platform.is_cpu():
         workarounds.route_with_correction_biases()
         workarounds.rotate_every_head()

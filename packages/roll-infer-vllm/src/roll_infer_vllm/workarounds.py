@@ -6,6 +6,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import ModelConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -310,6 +311,25 @@ def rotate_every_head() -> None:
         return query_TH.view_as(query), None if key is None else key_TH.view_as(key)
 
     RotaryEmbedding.forward_cpu = rotate_flat
+
+
+def repeat_keys_for_experts() -> None:
+    """Give attention whose queries have experts (JetMoE) as many heads of keys as transformers passes. Idempotent.
+
+    transformers repeats keys and values for each chosen expert. Layers of vLLM's Transformers backend expect
+    `num_key_value_heads` of them, and take the repeated ones for those of other tokens.
+    """
+    count = ModelConfig.get_num_kv_heads
+    if hasattr(count, "__wrapped__"):
+        return
+
+    @wraps(count)
+    def count_repeated(config: Any, parallel_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(config.hf_text_config, "model_type", None) == "jetmoe":
+            return config.get_num_attention_heads(parallel_config)
+        return count(config, parallel_config, *args, **kwargs)
+
+    ModelConfig.get_num_kv_heads = count_repeated
 
 
 def exchange_uneven_parts() -> None:
