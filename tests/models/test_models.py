@@ -91,10 +91,11 @@ UNSCALED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 RELEASED = {
     "vllm": {"falcon": {"ffn_hidden_size": 512}, "minicpm3": UNSCALED},
     "sglang": {"mistral": {"sliding_window": None}, "minicpm3": UNSCALED}
+    | {"mellum": {"layer_types": ["sliding_attention", "full_attention"]}}  # it asserts that a layer has a window
     | dict.fromkeys(("olmo", "olmoe"), EVERY_HEAD)
     | {"phi": EVERY_HEAD | {"intermediate_size": 512}},
 }
-"""Values of keys that an engine's model ignores, because every released model of the type has them."""
+"""Values of keys that an engine's model ignores or asserts, because every released model of the type has them."""
 CAUSES = {
     ("vllm", "bloom"): "vLLM's BloomMLP computes GELU exactly, and transformers by tanh",
     ("vllm", "ctrl"): "vLLM's Transformers backend does not update the bias of an output layer",
