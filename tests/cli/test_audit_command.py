@@ -30,12 +30,13 @@ from roll_rewards.config import (
 from roll_rewards.ifeval import IFEvalReward
 from roll_rewards.math_rule import MathRuleReward
 from roll_testing.errors import mentions
+from roll_testing.image_models import write_processor
 from roll_tools import audit, data_audit
 from roll_tools.data_audit import AuditFinding, audit_reward_columns, audit_rows, audit_template
 from roll_tools.saved_record import SavedRecord
 from shared_tests.chat_templates import FAMILIES
 from shared_tests.hf_plugins import HF_PACKAGES
-from shared_tests.tiny_vision import picture, write_processor
+from shared_tests.tiny_vision import picture
 
 SFT = """\
 pipeline: sft

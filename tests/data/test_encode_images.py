@@ -17,7 +17,7 @@ from roll_core.runtime.run.tokenizer import load_tokenizer
 from roll_core.spec.config import DataArguments
 from roll_core.spec.rollout import IMAGE
 from roll_testing.errors import raises_error
-from shared_tests.tiny_vision import IDS, write_processor
+from roll_testing.image_models import IDS, write_processor
 
 LONG = {"prompt_length": 1000, "response_length": 1000}
 TOKENS = re.compile("|".join(map(re.escape, IDS)))

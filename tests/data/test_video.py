@@ -24,8 +24,9 @@ from roll_core.runtime.run.tokenizer import load_tokenizer
 from roll_core.spec.config import DataArguments
 from roll_core.types import media_digest
 from roll_testing.errors import raises_error
+from roll_testing.image_models import IDS, VIDEO_TOKEN, VIDEO_TYPES, write_processor
 from shared_tests import video_reference
-from shared_tests.tiny_vision import IDS, VIDEO_TOKEN, VIDEO_TYPES, picture, write_processor
+from shared_tests.tiny_vision import picture
 
 LONG = {"prompt_length": 1000, "response_length": 1000}
 SIZE = 112, 84

@@ -15,9 +15,9 @@ from roll_core.config import LoadedConfig, load
 from roll_core.plugins.loader import Plugin, load_plugins
 from roll_core.plugins.registry import Registry
 from roll_core.spec.providers import PlatformProvider
+from roll_testing.image_models import CONFIGS
 from roll_tools.planning import make_plan
 from roll_tools.run_plan import Plan
-from shared_tests.tiny_vision import CONFIGS
 
 MODULE = "platforms_of_these_tests"
 GIB = 2**30

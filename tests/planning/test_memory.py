@@ -7,10 +7,10 @@ import pytest
 from roll_core.spec.plan import MemoryItem
 from roll_core.spec.providers import TrainProvider
 from roll_modeling.memory import MODEL_CODE_BYTES
+from roll_testing.image_models import CONFIGS
 from roll_tools.run_plan import CONTEXT_BYTES, PROCESS_BYTES
 from roll_tools.sizes import model_size
 from roll_weight_transports import device_memory
-from shared_tests.tiny_vision import CONFIGS
 
 ACC = ("platform=acc", "executor=ray", "actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]")
 

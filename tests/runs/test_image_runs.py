@@ -15,8 +15,9 @@ from roll_core.config import load
 from roll_core.errors import ConfigError, UnsupportedError
 from roll_core.runtime.records.media_folder import MediaFolder
 from roll_infer_hf.module_runner import ModuleRunner
+from roll_testing.image_models import tiny_vision
 from roll_tools.page import write_report
-from shared_tests.tiny_vision import picture, tiny_vision, transformers_logits, transformers_logprobs, vision_sequence
+from shared_tests.tiny_vision import picture, transformers_logits, transformers_logprobs, vision_sequence
 
 GUARDS = {
     "logprob_probe": {"every": 1, "threshold": 1e-4},

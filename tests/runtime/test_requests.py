@@ -12,7 +12,8 @@ from roll_core.errors import DataError, UnsupportedError
 from roll_core.spec.infer import check_request
 from roll_core.types import GenerateRequest, SamplingParams
 from roll_testing.errors import raises_error
-from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, picture, write_processor
+from roll_testing.image_models import IDS, IMAGE_TOKEN, write_processor
+from shared_tests.tiny_vision import picture
 
 
 def request(prompt=(1, 2, 3), n=1, prompt_topk=0, **params):

@@ -19,7 +19,8 @@ from roll_modeling.model import load_model
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import raises_error
-from shared_tests.tiny_vision import FAMILIES, tiny_vision, transformers_logprobs, vision_batch
+from roll_testing.image_models import FAMILIES, tiny_vision
+from shared_tests.tiny_vision import transformers_logprobs, vision_batch
 
 WITH_TORCHVISION = "mistral3"
 """Its processor imports torchvision, which is stood in for in a process of its own."""

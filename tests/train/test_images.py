@@ -20,20 +20,9 @@ from roll_core.spec.train import TrainingSpec, WantedOutputs
 from roll_modeling.export import write_model
 from roll_modeling.model import image_parts, load_model
 from roll_testing.errors import raises_error
+from roll_testing.image_models import CONFIGS, IDS, IMAGE_TOKEN, MODEL_TYPES, VIDEO_TOKEN, VIDEO_TYPES, tiny_vision
 from roll_testing.images import qwen_positions
-from shared_tests.tiny_vision import (
-    CONFIGS,
-    IDS,
-    IMAGE_TOKEN,
-    MODEL_TYPES,
-    VIDEO_TOKEN,
-    VIDEO_TYPES,
-    picture,
-    tiny_vision,
-    transformers_logprobs,
-    vision_batch,
-    vision_sequence,
-)
+from shared_tests.tiny_vision import picture, transformers_logprobs, vision_batch, vision_sequence
 
 TRAINING = TrainingSpec(learning_rate=1e-2, weight_decay=0.1, num_steps=9)
 FREEZE = [("vision", "projector"), ("vision",), ("projector",), ()]

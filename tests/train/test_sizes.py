@@ -20,8 +20,9 @@ from roll_kernels import blocked_attention
 from roll_modeling import logprobs, memory
 from roll_modeling.model import image_parts
 from roll_testing.errors import raises_error
+from roll_testing.image_models import CONFIGS, MODEL_TYPES, tiny_vision
 from roll_tools.sizes import ARCHITECTURES, WITH_IMAGES, model_size
-from shared_tests.tiny_vision import CONFIGS, MODEL_TYPES, picture, tiny_vision, vision_sequence
+from shared_tests.tiny_vision import picture, vision_sequence
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,

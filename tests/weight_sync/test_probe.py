@@ -20,7 +20,7 @@ from roll_core.spec.pipeline import ScoredSequences
 from roll_core.spec.providers import InferCapabilities
 from roll_core.types import Completion, CompletionOutput
 from roll_testing.errors import raises_error
-from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, write_processor
+from roll_testing.image_models import IDS, IMAGE_TOKEN, write_processor
 
 TOKENS = np.array([5, 6, 7, 8], np.int64)
 

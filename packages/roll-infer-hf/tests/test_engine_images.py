@@ -20,7 +20,8 @@ from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import raises_error
-from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, MODEL_TYPES, picture, tiny_vision
+from roll_testing.image_models import IDS, IMAGE_TOKEN, MODEL_TYPES, tiny_vision
+from shared_tests.tiny_vision import picture
 
 SIZES = (56, 84), (28, 28), (90, 40)
 """Width and height of the images, which have different numbers of features in some models."""

@@ -13,7 +13,8 @@ from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_strategy_hf.config import HFTrainConfig
 from roll_strategy_hf.train import HFTrainStrategy
 from roll_testing.errors import raises_error
-from shared_tests.tiny_vision import VIDEO_TYPES, tiny_vision, transformers_logprobs, vision_batch
+from roll_testing.image_models import VIDEO_TYPES, tiny_vision
+from shared_tests.tiny_vision import transformers_logprobs, vision_batch
 
 
 @pytest.fixture(scope="module", params=VIDEO_TYPES)

@@ -30,8 +30,8 @@ from roll_pipeline_agentic.hosting import EnvironmentHost
 from roll_pipeline_agentic.recording import Limits, Recorder, RequestError
 from roll_pipeline_agentic.recording_dialects import ChatCompletions, Messages, Responses
 from roll_testing.errors import mentions
+from roll_testing.image_models import IDS, IMAGE_TOKEN, tiny_vision, write_processor
 from shared_tests.recording_conformance import ScriptedPolicy
-from shared_tests.tiny_vision import IDS, IMAGE_TOKEN, tiny_vision, write_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from environments_with_images import Pictures, image, message, png

@@ -17,7 +17,8 @@ from roll_core.spec.config import DataArguments, TokenizerConfig
 from roll_core.types import TrainSequence
 from roll_pipeline_preference.encode import CHOSEN, DESIRABLE, MARGIN, encode_labelled, encode_pairs, mismatched
 from roll_testing.errors import mentions, raises_error
-from shared_tests.tiny_vision import IDS, picture, write_processor
+from roll_testing.image_models import IDS, write_processor
+from shared_tests.tiny_vision import picture
 
 PAIR = {"prompt": "2+2=", "chosen": "four", "rejected": "5"}
 

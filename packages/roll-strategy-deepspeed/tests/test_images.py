@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared_tests.tiny_vision import tiny_vision
+from roll_testing.image_models import tiny_vision
 from shared_tests.vision_ranks import check_images_on_ranks
 
 

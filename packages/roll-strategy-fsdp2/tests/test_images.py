@@ -9,9 +9,10 @@ from roll_core.spec.model import ModelSpec
 from roll_core.spec.train import WantedOutputs
 from roll_strategy_fsdp2.plugin import FSDP2_TRAIN
 from roll_testing.bench import WHOLE, Case
+from roll_testing.image_models import tiny_vision
 from roll_testing.losses import TRAINING
 from roll_testing.programs import raised, score
-from shared_tests.tiny_vision import tiny_vision, vision_batch
+from shared_tests.tiny_vision import vision_batch
 from shared_tests.vision_ranks import check_images_on_ranks
 
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import yaml
 
-from shared_tests.tiny_vision import picture, tiny_vision
+from roll_testing.image_models import tiny_vision
+from shared_tests.tiny_vision import picture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,19 +22,10 @@ from roll_core.spec.rollout import IMAGE
 from roll_core.spec.weights import make_manifest
 from roll_core.types import GenerateRequest, SamplingParams, TrainSequence
 from roll_testing.errors import raises_error
+from roll_testing.image_models import IDS, IMAGE_END, IMAGE_START, VIDEO_TYPES, tiny_vision
 from roll_testing.infer.interrupting import until_interrupted, was_whole
 from shared_tests.loaded_engine import CLOSE, digests
-from shared_tests.tiny_vision import (
-    IDS,
-    IMAGE_END,
-    IMAGE_START,
-    VIDEO_TYPES,
-    picture,
-    tiny_video,
-    tiny_vision,
-    transformers_logprobs,
-    vision_sequence,
-)
+from shared_tests.tiny_vision import picture, tiny_video, transformers_logprobs, vision_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

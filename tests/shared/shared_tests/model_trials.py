@@ -28,6 +28,7 @@ from roll_modeling.model_table import NUMBER_OF_EXPERTS, ON_A_CPU, POSITIONS, RO
 from roll_modeling.portable_state import router_buffers
 from roll_testing.bench import Step, built, outputs, take_step, weights
 from roll_testing.bounds import check_names, distance
+from roll_testing.image_models import MODEL_TYPES, tiny_vision
 from roll_testing.infer.engine import Engine, ask
 from roll_testing.infer.models import Oracle, log_softmax, moved
 from roll_testing.losses import LOSSES, TRAINING
@@ -36,7 +37,6 @@ from roll_testing.publishing import published
 from roll_testing.reference import Reference, TransformersModel
 from shared_tests.tiny_architectures import MULTIMODAL, write_multimodal
 from shared_tests.tiny_models import VOCABULARY, tiny_config
-from shared_tests.tiny_vision import MODEL_TYPES, tiny_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,13 @@ import torch
 from roll_core.data.media import image_media
 from roll_core.data.processor import processor_of
 from roll_core.data.rows import RowVideo
-from roll_core.data.tokenizers import make_tokenizer
 from roll_core.data.video import load_video
 from roll_core.errors import ModelError
-from roll_core.spec.config import DataArguments, TokenizerConfig
+from roll_core.spec.config import DataArguments
 from roll_core.spec.model import ModelSpec
 from roll_core.types import TrainSequence
 from roll_modeling.model import DTYPES, quiet
+from roll_testing.image_models import tiny_vision
 from roll_testing.reference import ReferenceModel
 
 if TYPE_CHECKING:
@@ -32,72 +31,14 @@ if TYPE_CHECKING:
     from roll_core.data.processor import Processor
     from roll_core.types import Media, TokenIds
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
-SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-VOCABULARY = 2 + len(SPECIAL) + len(ALPHABET)
-"""Padding and end come first."""
-ARCHITECTURE: Mapping[str, Any] = {
-    "text_config": {
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
-        "initializer_range": 0.1,
-        "vocab_size": VOCABULARY,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-    },
-    "vision_config": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "depth": 2,
-        "patch_size": 14,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-        "initializer_range": 0.1,
-    },
-    "vision_start_token_id": 2,
-    "vision_end_token_id": 3,
-    "image_token_id": 4,
-    "video_token_id": 5,
-    "tie_word_embeddings": False,
-}
-"""A Qwen2.5-VL. Heads have 32 units: few kernels of engines support smaller ones."""
-PREPROCESSOR: Mapping[str, Any] = {
-    "processor_class": "Qwen2_5_VLProcessor",
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "size": {"shortest_edge": 28 * 28, "longest_edge": 112 * 112},
-    "patch_size": 14,
-}
-TEMPLATE = (
-    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Names of the input that is 1 at image tokens and 2 at video tokens."""
 
 
 def write_image_model(folder: Path) -> ModelSpec:
-    """Write a directory with random float32 weights, a tokenizer of single characters, and a processor."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    tokenizer = make_tokenizer(TokenizerConfig(kind="char", alphabet=ALPHABET), (), folder, control_tokens=SPECIAL)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR), encoding="utf-8")
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        config = AutoConfig.for_model("qwen2_5_vl", **ARCHITECTURE)
-        AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return ModelSpec(path=str(folder))
+    """Write a directory with a small Qwen2.5-VL, whose heads have 32 units: few kernels of engines support smaller."""
+    with quiet():
+        return ModelSpec(path=str(tiny_vision(folder, "qwen2_5_vl", num_heads=2)))
 
 
 def random_image(width: int, height: int, seed: int = 0) -> Media:
