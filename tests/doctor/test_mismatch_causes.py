@@ -42,17 +42,26 @@ from roll_testing.runs import REWARDS, Runs
 from roll_tools.mismatch_experiments import Pair
 from roll_tools.mismatch_reference import ScoredTokens
 from roll_tools.mismatch_sides import Part, Trainer
-from shared_tests.mismatched_engine import LORA, train_adapters
+from shared_tests.mismatched_engine import LORA, export_base, train_adapters
 
 VOCABULARY = 64
 GEMMA = {"final_logit_softcapping": 6.0, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
 SHAPES = {
     "llama": {"model_type": "llama"},
     "qwen3": {},
     "mistral": {"model_type": "mistral", "sliding_window": 12},
     "gemma2": {"model_type": "gemma2", "sliding_window": 64, **GEMMA},
     "mixture": {"model_type": "qwen3_moe", **MIXTURE},
+    "qwen2": {"model_type": "qwen2"},
+    "granite": {"model_type": "granite", "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE),
+    },
 }
 
 
@@ -546,21 +555,8 @@ def doubled_adapter(patch):
 
 
 def unmerged(patch):
-    """The trainer exports the base model's weights."""
     train_adapters(patch)
-
-    def exported(original, self):
-        with torch.no_grad():
-            factors = [parameter for name, parameter in self.model.named_parameters() if ".lora_B." in name]
-            kept = [factor.clone() for factor in factors]
-            for factor in factors:
-                factor.zero_()
-            weights = [(name, tensor.clone()) for name, tensor in original(self)]
-            for factor, value in zip(factors, kept, strict=True):
-                factor.copy_(value)
-        return iter(weights)
-
-    around(HFTrainStrategy, "export_weights", exported)(patch)
+    export_base(patch)
 
 
 def pixels_of(change):
@@ -660,6 +656,147 @@ def first_logprobs(patch):
         completion = await generate(self, request)
         outputs = [
             replace(output, logprobs=output.logprobs - np.eye(1, len(output.logprobs))[0])
+            for output in completion.outputs
+        ]
+        return replace(completion, outputs=tuple(outputs))
+
+    patch.setattr(HFInferStrategy, "generate", changed)
+
+
+def hidden_min_p(patch):
+    """The engine samples with a min-p that the config does not have."""
+
+    def change(scaled):
+        probs = scaled.softmax(-1)
+        return scaled.masked_fill(probs < 0.1 * probs.amax(-1, keepdim=True), -torch.inf).log_softmax(-1)
+
+    before_generate(lambda request: replace(request, params=replace(request.params, min_p=0.1)))(patch)
+    sampled_logprobs(change, needs_shaped=True)(patch)
+
+
+def without_tokens(*ids):
+    """The engine samples after it has banned some tokens."""
+
+    def plant(patch):
+        sample = Sampler.sample
+        banned = torch.zeros(VOCABULARY).index_fill(0, torch.tensor(ids), -torch.inf)
+        patch.setattr(Sampler, "sample", lambda self, logits: sample(self, logits + banned))
+
+    return plant
+
+
+def penalised(change):
+    """The engine subtracts `change(counts)` from logits; `counts` are those of the response's tokens."""
+
+    def plant(patch):
+        generate = HFInferStrategy.generate
+
+        async def changed(self, request):
+            completion = await generate(self, request)
+            if request.prompt_logprobs:
+                return completion
+            return replace(completion, outputs=tuple(rescored(self, request, output) for output in completion.outputs))
+
+        def rescored(self, request, output):
+            begin, ids = len(request.prompt_ids), np.concatenate([request.prompt_ids, output.token_ids])
+            tokens = torch.from_numpy(ids.astype(np.int64))
+            with torch.no_grad():
+                logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, begin - 1 : -1]
+            counts = F.one_hot(tokens[begin:], logits.shape[1]).cumsum(0).roll(1, 0)
+            counts[0] = 0
+            logprobs = (logits - change(counts)).log_softmax(-1).gather(1, tokens[begin:, None])[:, 0]
+            return replace(output, logprobs=logprobs.numpy())
+
+        patch.setattr(HFInferStrategy, "generate", changed)
+
+    return plant
+
+
+def best_logprobs(patch):
+    """The engine returns the logprob of the most likely token."""
+    sample = Sampler.sample
+
+    def faulty(self, logits):
+        best = logits.log_softmax(-1).amax(-1)
+        return sample(self, logits)[0], best
+
+    patch.setattr(Sampler, "sample", faulty)
+
+
+def int8_weight(loaded):
+    weight = loaded["model.layers.0.mlp.down_proj.weight"]
+    scale = weight.data.abs().max() / 127
+    weight.data = (weight.data / scale).round() * scale
+
+
+def refreshed(change):
+    """The decoder is changed each time it has read its weights."""
+
+    def plant(patch):
+        def refresh(original, self):
+            original(self)
+            change(self)
+
+        around(Decoder, "refresh", refresh)(patch)
+
+    return plant
+
+
+def reversed_layers(self):
+    self._layers.reverse()
+
+
+def without_qk_norms(self):
+    for layer in self._layers:
+        layer.qk_norm_HD = None
+
+
+def neighbouring_pairs(original, self, layer, hidden, cos, sin):
+    """Neighbouring units of a head are rotated as a pair."""
+    qk, value = original(self, layer, hidden, torch.ones_like(cos), torch.zeros_like(sin))
+    half = self.head_dim // 2
+    cos, sin, first, second = cos[..., :half], sin[..., half:], qk[..., 0::2], qk[..., 1::2]
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2), value
+
+
+def bf16_residual(original, self, layer, hidden, attended):
+    original(self, layer, hidden, attended)
+    hidden.copy_(low(hidden))
+
+
+def fp8_inputs(original, self, x):
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 448
+    return original(self, (x / scale).to(torch.float8_e4m3fn).float() * scale)
+
+
+def engine_module(change):
+    """transformers' model of the engine is another one."""
+
+    def started(original, self, model, **named):
+        change(model)
+        original(self, model, **named)
+
+    return around(ModuleRunner, "__init__", started)
+
+
+def norms_without_one(model):
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(lambda module, x: module._norm(x.float()) * module.weight, module)
+
+
+def unscaled_embeddings(model):
+    factor = model.config.hidden_size**-0.5
+    model.get_input_embeddings().register_forward_hook(lambda _, args, output: output * factor)
+
+
+def without_last_logprob(patch):
+    generate = HFInferStrategy.generate
+
+    async def changed(self, request):
+        completion = await generate(self, request)
+        outputs = [
+            replace(output, logprobs=output.logprobs * (np.arange(len(output.logprobs)) < len(output.logprobs) - 1))
             for output in completion.outputs
         ]
         return replace(completion, outputs=tuple(outputs))
@@ -778,8 +915,8 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "trainer's export": ("weights.exported", around(HFTrainStrategy, "export_weights", other_head), {}),
     "top-p that no key names": ("sampling.top_p", hidden_top_p, {}),
     "first token": ("tokens.first", first_logprobs, {}),
-    "experts' norm": ("arithmetic.router", hidden(norm_topk_prob=False), {"model": "mixture"}),
-    "one expert": ("arithmetic.router", hidden(num_experts_per_tok=1), {"model": "mixture"}),
+    "experts' norm": ("model.router", hidden(norm_topk_prob=False), {"model": "mixture"}),
+    "one expert": ("model.router", hidden(num_experts_per_tok=1), {"model": "mixture"}),
     "top-k that no key names": ("sampling.top_k", hidden_top_k, {}),
     "unknown ids": ("inputs.template", prompt_of(lambda ids: np.where(ids >= 45, 3, ids)), {}),
     "positions after images": (
@@ -788,50 +925,61 @@ PLANTS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         {"model": "images"},
     ),
     "image positions": ("inputs.image_positions", text_positions, {"model": "images"}),
+    "min-p that no key names": ("sampling.min_p", hidden_min_p, {}),
+    "presence penalty": ("sampling.presence_penalty", penalised(lambda counts: 0.8 * (counts > 0)), {}),
+    "frequency penalty": ("sampling.frequency_penalty", penalised(lambda counts: 0.4 * counts), {}),
+    "banned tokens": ("sampling.logit_bias", without_tokens(5, 9, 20), {"temperature": 0.8}),
+    "best token's logprobs": ("sampling.argmax_logprobs", best_logprobs, {}),
+    "missing logprob": ("masks.missing_logprobs", without_last_logprob, {}),
+    "clamped positions": (
+        "inputs.positions",
+        around(Decoder, "_rope", lambda original, self, positions: original(self, positions.clamp(max=31))),
+        {},
+    ),
+    "first token twice": ("inputs.special_tokens", prompt_of(lambda ids: np.append(ids[0], ids)), {}),
+    "end of the prompt replaced": ("inputs.template", prompt_of(lambda ids: np.append(ids[:-1], 11)), {}),
+    "end of the prompt truncated": ("inputs.truncation", prompt_of(lambda ids: ids[:10]), {}),
+    "int8 weight": ("weights.rounded", after_update(int8_weight), {}),
+    "layers in reverse order": ("weights.exchanged", refreshed(reversed_layers), {}),
+    "trainer's export in bf16": (
+        "weights.exported",
+        around(HFTrainStrategy, "export_weights", lambda original, self: ((n, low(t)) for n, t in original(self))),
+        {},
+    ),
+    "bf16 residual": ("arithmetic.residual", around(Decoder, "_finish_layer", bf16_residual), {}),
+    "fp8 activations": ("arithmetic.linear", around(decoder.Projection, "__call__", fp8_inputs), {}),
+    "other activation": (
+        "model.activation",
+        lambda patch: patch.setattr(decoder, "F", Replaced(F, silu=F.gelu)),
+        {},
+    ),
+    "no biases": ("model.bias", lambda patch: patch.setattr(decoder, "_bias", lambda layer: None), {"model": "qwen2"}),
+    "no norms of queries": ("model.skipped", refreshed(without_qk_norms), {}),
+    "neighbouring pairs": ("model.rope", around(Decoder, "_project", neighbouring_pairs), {}),
+    "norms without one": ("model.norm_offset", engine_module(norms_without_one), {"model": "gemma2"}),
+    "unscaled embeddings": ("model.embedding_scale", engine_module(unscaled_embeddings), {"model": "gemma2"}),
+    "rope of some layers": (
+        "model.rope",
+        hidden(rope_parameters={"sliding_attention": {**ROPE, "rope_theta": 5000.0}, "full_attention": ROPE}),
+        {"model": "gemma3"},
+    ),
+    "residual multiplier": ("model.config", hidden(residual_multiplier=1.0), {"model": "granite"}),
+    "temperature in bf16": ("sampling.temperature", temperature_of(0.8), both_sides(dtype="bf16")),
 }
 
 
-SLOW = {
-    "bf16 probabilities",
-    "positions of chunks",
-    "positions after images",
-    "one expert",
-    "unknown ids",
-    "black images",
-    "lighter images",
-    "image encoder",
-    "layers of images",
-    "experts' norm",
-    "fp8 blocks",
-    "end of the prompt dropped",
-    "window off by one",
-    "bf16 router",
-    "long window",
-    "long truncated prompt",
-    "ignored window",
-    "cap of logits",
-    "cap of scores",
-    "bf16 softmax",
-    "other experts",
-    "adapter twice",
-    "images in another order",
-    "image positions",
-    "positions",
-    "attention scale",
-    "chunked prefill",
-    "sharded trainer's epsilon",
-    "sharded trainer's scale",
-    "trainer's scale",
-    "decoding",
-    "epsilon",
-    "tied head",
-    "rope scaling",
+FAST = {
+    *("nudged weight", "skipped weight", "int8 weight", "truncated prompt", "start of sequence added"),
+    *("raw logprobs", "other temperature", "top-p logprobs", "banned tokens", "dtype", "rope theta key"),
+    *("bf16 head", "bf16 norms", "bf16 keys", "other activation", "epsilon", "prefix cache", "batch"),
+    *("trainer's temperature", "trainer's packing", "trainer's dropout", "trainer's export", "stale norms"),
+    *("first token", "missing logprob", "adapter not merged", "system prompt", "logprobs in bf16"),
 }
-"""Plants for which many values are searched."""
+"""Plants of each branch that take the least time."""
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow(ci=True)] if case in SLOW else []) for case in PLANTS]
+    "case", [pytest.param(case, marks=[] if case in FAST else [pytest.mark.slow(ci=True)]) for case in PLANTS]
 )
 def test_planted_cause_is_the_first(pair, monkeypatch, case):
     expected, plant, keys = PLANTS[case]

@@ -123,9 +123,9 @@ def test_every_capability_is_read_by_runtime_check_or_doctor(record):
     """One that nothing reads would promise what nobody honours. Kinds of model parallelism are read by their names:
     tests/config/test_strategy_schemas.py has each of them."""
     read = set(get_args(providers.ModelParallelism)) if record == "TrainCapabilities" else set()
-    core, doctor = Path(roll_core.__file__).parent, Path(roll_tools.__file__).parent / "mismatch_experiments.py"
+    core, doctor = Path(roll_core.__file__).parent, tuple(Path(roll_tools.__file__).parent.glob("mismatch_*.py"))
     for pattern in ("config/**/*.py", "runtime/**/*.py", "pipelines/**/*.py", "spec/providers.py"):
-        for path in (*core.glob(pattern), doctor):
+        for path in (*core.glob(pattern), *doctor):
             read |= {name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for name in _asked(node)}
     assert not {field.name for field in fields(getattr(providers, record))} - read
 

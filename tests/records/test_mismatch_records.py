@@ -181,6 +181,7 @@ PLANTED = {
     ),
     "an image in the prompt": ("tokens.after_image", lambda: drifting(with_image_in_prompt(batch()))),
     "a window": ("tokens.window", lambda: shifted(batch(), lambda row: place(row) >= 18)),
+    "a block": ("tokens.block", lambda: shifted(batch(), lambda row: place(row) % 16 == 3)),
     "long prompts": ("inputs.truncation", lambda: shifted(batch(), lambda row: place(row) * 0 + begin(row) >= 14)),
     "raw logprobs": ("sampling.temperature", lambda: batch(temperature=0.7, engine=lambda logits, _: logits)),
     "hotter": ("sampling.temperature", lambda: batch(engine=lambda logits, _: logits / 1.4)),

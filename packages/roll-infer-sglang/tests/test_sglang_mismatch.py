@@ -17,6 +17,7 @@ from shared_tests.mismatched_engine import (
     ScaledAdapter,
     Stale,
     corrupted,
+    export_base,
     first,
     prompt_of,
     temperature_of,
@@ -70,9 +71,21 @@ PLANTS: dict[str, tuple[str, str, Any]] = {
     "window": ("model.sliding_window", "window", keywords()),
     "fp8 keys": ("arithmetic.kv_dtype", "float8_e4m3fn", keywords()),
     "bf16 keys": ("arithmetic.kv_dtype", "bfloat16", keywords()),
+    "adapter not merged": ("model.lora_merge", "", keywords(trainer={"lora": LORA})),
+    "both in bf16": ("", "", keywords(engine={"dtype": "bf16"}, trainer={"dtype": "bf16"})),
     "dtype": ("arithmetic.dtype", "", keywords(engine={"dtype": "bf16"})),
 }
-SLOW = {"corrupted tensor", "adapter twice", "attention scale", "window", "fp8 keys", "bf16 keys", "dtype"}
+SLOW = {
+    "corrupted tensor",
+    "adapter twice",
+    "adapter not merged",
+    "both in bf16",
+    "attention scale",
+    "window",
+    "fp8 keys",
+    "bf16 keys",
+    "dtype",
+}
 """Plants for which many values are searched: SGLang returns no activations."""
 
 
@@ -82,6 +95,8 @@ SLOW = {"corrupted tensor", "adapter twice", "attention scale", "window", "fp8 k
 def test_planted_cause_in_sglang_is_the_first(engine, started, monkeypatch, case):
     expected, fault, plant = PLANTS[case]
     train_adapters(monkeypatch)
+    if case == "adapter not merged":
+        export_base(monkeypatch)
     started.fault.write_text(fault, encoding="utf-8")
     diagnosis = engine.diagnose(**plant(engine))
     assert first(diagnosis) == expected, diagnosis

@@ -17,6 +17,7 @@ from shared_tests.mismatched_engine import (
     ScaledAdapter,
     Stale,
     corrupted,
+    export_base,
     first,
     prompt_of,
     temperature_of,
@@ -118,7 +119,7 @@ def adapter(engine):
     return {"trainer": {"lora": LORA}, "weight": ScaledAdapter(dict(engine.live.model.named_parameters()))}
 
 
-PLANTS = {
+PLANTS: dict[str, tuple[str, Any]] = {
     "nothing": ("", keywords()),
     "corrupted tensor": ("weights.differ", keywords(weight=corrupted)),
     "stale weights": ("weights.stale", lambda engine: {"weight": Stale()}),
@@ -132,11 +133,22 @@ PLANTS = {
     "window": ("model.sliding_window", inside(window)),
     "fp8 keys": ("arithmetic.kv_dtype", inside(fp8_keys)),
     "adapter twice": ("model.lora_scale", adapter),
+    "adapter not merged": ("model.lora_merge", keywords(trainer={"lora": LORA})),
+    "both in bf16": ("", keywords(engine={"dtype": "bf16"}, trainer={"dtype": "bf16"})),
     "dtype": ("arithmetic.dtype", keywords(engine={"dtype": "bf16"})),
 }
 
 
-SLOW = {"rope base", "attention scale", "window", "fp8 keys", "adapter twice", "dtype"}
+SLOW = {
+    "rope base",
+    "attention scale",
+    "window",
+    "fp8 keys",
+    "adapter twice",
+    "adapter not merged",
+    "both in bf16",
+    "dtype",
+}
 """Plants for which many values are searched: vLLM returns no activations."""
 
 
@@ -146,13 +158,15 @@ SLOW = {"rope base", "attention scale", "window", "fp8 keys", "adapter twice", "
 def test_planted_cause_in_vllm_is_the_first(engine, monkeypatch, case):
     expected, plant = PLANTS[case]
     train_adapters(monkeypatch)
+    if case == "adapter not merged":
+        export_base(monkeypatch)
     try:
         diagnosis = engine.diagnose(**plant(engine))
     finally:
         engine.live.run(engine.live.strategy._ready.collective_rpc(restored))
     assert first(diagnosis) == expected, diagnosis
-    if expected:
-        assert diagnosis.not_examined or expected.startswith("weights") or expected == "arithmetic.dtype"
+    if expected and not expected.startswith("weights") and expected not in ("arithmetic.dtype", "model.lora_merge"):
+        assert diagnosis.not_examined
 
 
 def test_stale_cache_in_vllm_is_named(engine, monkeypatch):

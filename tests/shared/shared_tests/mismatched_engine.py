@@ -208,6 +208,26 @@ def train_adapters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HFTrainStrategy, "build", built)
 
 
+def export_base(patch: pytest.MonkeyPatch) -> None:
+    """The trainer exports its weights without the adapters."""
+    import torch
+
+    export = HFTrainStrategy.export_weights
+
+    def exported(self: HFTrainStrategy) -> Any:
+        with torch.no_grad():
+            factors = [parameter for name, parameter in self.model.named_parameters() if ".lora_B." in name]
+            trained = [factor.clone() for factor in factors]
+            for factor in factors:
+                factor.zero_()
+            weights = [(name, tensor.clone()) for name, tensor in export(self)]
+            for factor, value in zip(factors, trained, strict=True):
+                factor.copy_(value)
+        return iter(weights)
+
+    patch.setattr(HFTrainStrategy, "export_weights", exported)
+
+
 class Stale:
     """Updates after the first one are ignored for tensors whose names have a prefix."""
 

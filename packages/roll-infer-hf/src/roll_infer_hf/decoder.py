@@ -218,6 +218,7 @@ class Decoder(Runner):
             qk, value = self._project(layer, hidden, cos_T1D, sin_T1D)
             attended = self._attend_chunks(index, chunks, bounds, qk, value)
             self._finish_layer(layer, hidden, attended)
+            self._record("", **{layer.path: hidden})
         lasts = [int(bounds[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.last]
         for i, chunk in enumerate(chunks):
             chunk.prompt.done = chunk.end

@@ -109,7 +109,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
         place = spec.path or f"random_init of {config.model_type}"
         raise UnsupportedError(f"{place}: its output layer must be replaced by a scalar head, after the model is built")
     with quiet():
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model: PreTrainedModel = auto.from_config(
                 config, dtype=DTYPES[spec.dtype], trust_remote_code=spec.trust_remote_code
             )
@@ -523,7 +523,7 @@ def _set_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Move parameters of modules created in this thread to `meta` as soon as they are registered.
 
     Unlike `torch.device("meta")` this keeps the values of buffers. Buffers that no checkpoint stores (rotary

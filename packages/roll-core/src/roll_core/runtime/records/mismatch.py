@@ -46,6 +46,8 @@ CONTRAST = 4.0
 """Tokens are a cause only if their mean gap is this many times that of the other tokens."""
 MIN_SCANNED = 16
 """Smallest number of tokens on each side of a threshold that is searched: fewer differ by chance."""
+BLOCKS = (16, 32, 64, 128)
+"""Numbers of tokens in a block of an engine's KV cache."""
 ONE_SIDED = 0.97
 """Share of tokens whose engine logprob must be the higher one, for a renormalised distribution."""
 FIXES = {
@@ -57,6 +59,7 @@ FIXES = {
     "tokens.end": "actor_infer.generating_args.min_new_tokens: 0, and equal end tokens on both sides",
     "tokens.after_end": "the loss mask: end at the first end token",
     "tokens.after_image": "the processor of both sides: pixels, number of image tokens, positions",
+    "tokens.block": "block_size of the engine's KV cache, and its kernels",
     "tokens.window": "sliding_window, rope_parameters and max_position_embeddings of both models",
     "inputs.truncation": "prompt_length, and the engine's maximum length: equal on both sides",
     "inputs.shift": "the engine's logprobs: one a sampled token",
@@ -313,6 +316,15 @@ def _candidates(tokens: _Tokens, batch: LogprobBatch, rest: Doubles, noise: floa
                 options.append(_subset(name, values >= bound, values < bound, rest, noise, f"{evidence} {bound}"))
         if known := [option for option in options if option is not None]:
             yield min(known, key=lambda option: float(option.rest.mean()) / max(option.purity, 1e-9))
+    blocks = []
+    for size in BLOCKS:  # tokens at one place of each block
+        place = tokens.position % size
+        sums, counts = np.bincount(place, rest, size), np.bincount(place, minlength=size)
+        worst = int((sums / np.maximum(counts, 1)).argmax())
+        told = f"position {worst} of each {size}"
+        blocks.append(_subset("tokens.block", place == worst, place != worst, rest, noise, told))
+    if known := [option for option in blocks if option is not None and option.purity > 0.9]:
+        yield min(known, key=lambda option: float(option.rest.mean()))
     yield from _transforms(tokens, batch, rest, noise)
 
 
