@@ -177,7 +177,7 @@ class MixesRollouts(RecordingServer):
 
 
 class CutsStreams(RecordingServer):
-    def _handler(self, dialect: Any) -> Any:
+    def _answer(self, dialect: Any, request: Any) -> Any:
         class Cut(type(dialect)):  # type: ignore[misc]
             def stream(self, id: str, body: Any) -> Any:
                 found = super().stream(id, body)
@@ -185,7 +185,7 @@ class CutsStreams(RecordingServer):
                 found._delta = lambda index, kind, text: delta(index, kind, text.replace("r", ""))
                 return found
 
-        return super()._handler(Cut())
+        return super()._answer(Cut(), request)
 
 
 class ShowsNothingEarly(Recorder):
