@@ -842,8 +842,39 @@ def test_boards_with_images_are_imported(registry, tmp_path):
     assert config["actor_train"]["strategy_args"]["strategy_name"] == "fsdp2_train"
     assert "images" not in config["actor_train"].get("data_args", {})
     lake["env_type"] = "deepeyes"
-    with raises_error(UnsupportedError, "pretrain", "sokoban"):
+    with raises_error(UnsupportedError, "custom_envs.FrozenLake.env_type", "sokoban"):
         converted(data, registry, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["reward_template", "user_prompt_format", "pre_step_template"])
+def test_templates_of_env_managers_are_reported(name, registry, tmp_path):
+    data = compose(FILES / "agentic.yaml", (), registry).data
+    (tag,) = data["custom_envs"]
+    data["custom_envs"][tag][name] = "{reward}"
+    status = {entry.key: entry.status for entry in converted(data, registry, tmp_path).keys}
+    assert status[f"custom_envs.{tag}.{name}"] == "differs"
+
+
+@pytest.mark.parametrize(("size", "status"), [(1, "not needed"), (2, "kept")])
+def test_sequence_parallel_needs_tensor_parallelism(size, status, registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data | {"pretrain": "Qwen/Qwen3-4B"}
+    keys = {"tensor_model_parallel_size": size, "sequence_parallel": True}
+    data["actor_train"] |= of_strategy("megatron_train", keys, 4, 1)
+    imported = converted(data, registry, tmp_path)
+    status_of = {entry.key: entry.status for entry in imported.keys}
+    assert status_of["actor_train.strategy_args.strategy_config.sequence_parallel"] == status
+    options = imported.config["actor_train"]["strategy_args"]["strategy_config"]
+    assert options.get("sequence_parallel", False) is (size > 1)
+
+
+def test_cache_of_processed_images_is_not_needed(registry, tmp_path):
+    data = compose(FILES / "rlvr_images.yaml", (), registry).data
+    options = {"disable_mm_preprocessor_cache": True, "block_size": 16}
+    data["actor_infer"]["strategy_args"] = {"strategy_name": "vllm", "strategy_config": options}
+    imported = converted(data, registry, tmp_path)
+    status = {entry.key: entry.status for entry in imported.keys}
+    assert status["actor_infer.strategy_args.strategy_config.disable_mm_preprocessor_cache"] == "not needed"
+    assert imported.config["actor_infer"]["strategy_args"]["strategy_config"] == {"block_size": 16}
 
 
 @pytest.mark.parametrize("function", [None, "roll.datasets.vlm_dataset_utils.video_r1_get_data_kwargs"])
@@ -854,7 +885,7 @@ def test_keys_of_videos_are_imported(registry, tmp_path, function):
     data["actor_train"]["data_args"] = {
         **{"file_name": "rows.json", "video_folder": "clips", "video_max_frames": 16},
         **{"video_fps": 1.5, "video_max_pixels": 50000, "video_min_pixels": 4000, "video_total_pixels": 300000},
-        "custom_data_kwargs_func": function,
+        **{"custom_data_kwargs_func": function, "messages": "prompt"},
     }
     imported = converted(data, registry, tmp_path)
     written = imported.config["actor_train"]["data_args"]
@@ -868,6 +899,7 @@ def test_keys_of_videos_are_imported(registry, tmp_path, function):
         assert ground_truth == "reward_model.ground_truth"
     else:
         assert (written["tag"], ground_truth) == ("modality_type", None)
+        assert "messages" not in written | imported.config["validation"]["data_args"]
         assert imported.config["validation"]["data_args"]["columns"] == written["columns"]
     file = tmp_path / "ours.yaml"
     file.write_text(yaml.safe_dump(imported.config), encoding="utf-8")

@@ -791,6 +791,9 @@ def test_images_are_trained_by_fsdp2_instead_of_megatron(registry, tmp_path):
         " actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
         " actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2"
         " actor_rollout_ref.actor.megatron.context_parallel_size=2 trainer.n_gpus_per_node=8"
+        " data.max_prompt_length=1000 data.max_response_length=2000 actor_rollout_ref.actor.use_dynamic_bsz=True"
+        " actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
+        " actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=2048"
         " +actor_rollout_ref.actor.megatron.override_transformer_config.enable_vision_context_parallelism=True"
     )
     imported = script(f"{PPO} actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-3B-Instruct {keys}\n", registry, tmp_path)
@@ -799,8 +802,43 @@ def test_images_are_trained_by_fsdp2_instead_of_megatron(registry, tmp_path):
     assert reference["strategy_args"] == {"strategy_name": "fsdp2_infer"}
     assert train["training_args"]["gradient_accumulation_steps"] * 8 == 16 * 4
     assert "actor_rollout_ref" not in imported.config
+    # Ranks that shared a sequence had 4096 tokens; the others get at least one sequence of 1000 + 2000.
+    assert (train["max_tokens_per_microbatch_in_train"], train["max_tokens_per_microbatch_in_infer"]) == (4096, 3000)
+    assert reference["max_tokens_per_microbatch_in_infer"] == 4096
+    limits = {entry.key: (entry.status, entry.note) for entry in imported.keys if "max_token_len" in entry.key}
+    assert limits["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == ("renamed", "")
+    assert limits["actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"][0] == "changed"
     notes = {entry.to: entry.note for entry in imported.keys if entry.status == "added"}
     assert notes[("reference.strategy_args.strategy_name",)].startswith("'fsdp2_infer'")
+
+
+@pytest.mark.parametrize(("keys", "column"), [("", "images"), ("data.image_key=pictures", "pictures")])
+def test_rows_with_images_are_imported_for_sft(keys, column, registry, tmp_path):
+    launch = "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer model.path=Qwen/Qwen3-VL-2B-Instruct"
+    rows = "data.train_files=a.parquet data.val_files=b.parquet data.train_batch_size=8 data.max_length=1024"
+    size = "optim.lr=1e-5 engine.ulysses_sequence_parallel_size=2 data.max_token_len_per_gpu=8192"
+    config = script(f"{launch} {rows} {size} {keys}\n", registry, tmp_path).config
+    role = config["sft_train"]
+    assert role["data_args"]["images"] == config["validation"]["data_args"]["images"] == column
+    assert role["model_args"]["freeze"] == []
+    assert role["strategy_args"] == {"strategy_name": "fsdp2_train"}
+    assert role["training_args"]["gradient_accumulation_steps"] * 4 == 8
+    assert role["max_tokens_per_microbatch_in_train"] == 8192
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-2B-Instruct"])
+def test_verls_old_sft_trainer_reads_no_images(name, registry, tmp_path):
+    launch = "torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet"
+    config = script(f"{launch} model.partial_pretrain={name}\n", registry, tmp_path).config
+    assert "images" not in config["sft_train"]["data_args"]
+
+
+@pytest.mark.parametrize("option", ["disable_mm_preprocessor_cache=True", "mm_processor_cache_gb=0"])
+def test_cache_of_processed_images_is_not_needed(option, registry, tmp_path):
+    engine = f"actor_rollout_ref.rollout.name=vllm +actor_rollout_ref.rollout.engine_kwargs.vllm.{option}"
+    imported = script(f"{PPO} data.train_files=a.parquet {engine}\n", registry, tmp_path)
+    status = {entry.key.rpartition(".")[2]: entry.status for entry in imported.keys}
+    assert status[option.partition("=")[0]] == "not needed"
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ FOR_IMAGES = {f"{engine}_{does}": f"fsdp2_{does}" for engine in ("megatron", "fs
 """Strategies that read no images, or none with context parallelism, and those that do."""
 SPLITTING = ("tensor_model_parallel_size", "ulysses_size", "ring_size")
 """Keys of FSDP2 that are removed."""
+UNCACHED = ("disable_mm_preprocessor_cache", "mm_processor_cache_gb", "mm_processor_cache_type")
+"""Keys of vLLM's cache of processed images, which affect no result."""
 AUXILIARY_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 """Keys of Megatron's `strategy_config` that change gradients, and that FSDP2 has for fewer models."""
 
@@ -244,7 +246,9 @@ class Conversion:
         }
         checked = {name: value for name, value in options.items() if name not in rejected}
         for path, reason in refusals(schema, checked).items():
-            self._withdraw((*role, "strategy_args", "strategy_config", *path), "unsupported", reason)
+            status: ImportStatus = "not needed" if generates and path[0] in UNCACHED else "unsupported"
+            note = reason if status == "unsupported" else "vLLM has no cache of processed images here"
+            self._withdraw((*role, "strategy_args", "strategy_config", *path), status, note)
         accepted = {name: value for name, value in options.items() if name not in rejected}
         self._slots(role, schema, accepted)
         if generates:
@@ -285,9 +289,25 @@ class Conversion:
         if name != FOR_IMAGES[name]:
             target = (*role, "strategy_args", "strategy_name")
             added = self._rewrite(target, FOR_IMAGES[name], f"{name} reads no images; {why}", added)
+        if isinstance(together[-1], int) and together[-1] > 1:
+            added = self._splitting_no_sequence(role, together[-1], added)
         for key, value in batch.items():
             reason = f"FSDP2 has {math.prod(together)} times as many ranks with samples of their own"
             added = self._rewrite((*role, "training_args", key), value, reason, added)
+        return added
+
+    def _splitting_no_sequence(self, role: KeyPath, ranks: int, added: list[ImportedKey]) -> list[ImportedKey]:
+        """Reduce the tokens per micro-batch, which `ranks` shared, to those of one rank, but not below a sequence."""
+        lengths = [self.config.get(name) for name in ("prompt_length", "response_length")]
+        longest = sum(length for length in lengths if isinstance(length, int))
+        for name in ("max_tokens_per_microbatch_in_train", "max_tokens_per_microbatch_in_infer"):
+            limit = value_at(self.config, (*role, name))
+            if isinstance(limit, int) and limit > (tokens := max(limit // ranks, min(limit, longest))):
+                reason = f"one rank computes a sequence, not {ranks}"
+                added = self._rewrite((*role, name), tokens, reason, added)
+                for path, entry in self.entries.items():
+                    if ".".join((*role, name)) in entry.to and value_at(self.source, path) == tokens:
+                        self.entries[path] = replace(entry, status="renamed", note="")
         return added
 
     def _has_images(self) -> bool:

@@ -357,7 +357,10 @@ ENVIRONMENT: Table = {
     "env_manager_cls": change(
         "not needed for TrajEnvManager, and VLTrajEnvManager with a board; others are rejected", values.env_manager
     ),
-    **keys("agent_system_template agent_template pre_step_template next_step_template", OF_MESSAGES),
+    **keys(
+        "agent_system_template agent_template pre_step_template next_step_template reward_template user_prompt_format",
+        OF_MESSAGES,
+    ),
     "history_length": dead("TrajEnvManager shows the model all turns"),
     "use_thread_lock": unneeded("an environment has its own process"),
     "tool_wrapper": refused("tools belong to the environment: see docs/agentic.md"),
@@ -521,6 +524,7 @@ STRATEGIES: dict[str, Table] = {
             "calculate_per_token_loss check_for_nan_in_loss_and_grad variable_seq_lengths compile_warmup",
             unneeded("set by losses and micro-batches"),
         ),
+        "sequence_parallel": change("kept with tensor parallelism", values.sequence_parallel),
         "virtual_pipeline_model_parallel_size": change("kept; 1 disables it", values.virtual_pipeline),
         "lr_scheduler_kwargs": rename("role:training_args.lr_scheduler_kwargs"),
         "moe_aux_loss_coeff": differs(values.BY_SEQUENCE),

@@ -66,7 +66,8 @@ def recognise(data: Mapping[str, Any], written: Positions) -> str:
             raise UnsupportedError(f"{written.key(path)}: {'.'.join(path)}: rows with audio are not supported")
     refused = name in WITHOUT_IMAGES and not (name == "agentic" and _has_boards_alone(data))
     if refused and (of_images := next(_of_images(data), None)):
-        where = f"{written.key(of_images)}: {'.'.join(of_images)}"
+        decisive = (_unknown_environment(data) if name == "agentic" else None) or of_images
+        where = f"{written.key(decisive)}: {'.'.join(decisive)}"
         raise UnsupportedError(f"{where} belongs to ROLL's {name} pipeline with images: {WITHOUT_IMAGES[name]}")
     has_environments = any(data.get(key) for key in AGENTIC_KEYS)
     of_agents = name == "on-policy distillation" and (
@@ -113,10 +114,20 @@ def only_evaluates(data: Mapping[str, Any]) -> bool:
 
 def _has_boards_alone(data: Mapping[str, Any]) -> bool:
     environments = data.get("custom_envs")
-    every = list(environments.values()) if isinstance(environments, dict) else []
-    return bool(every) and all(
-        isinstance(environment, dict) and environment.get("env_type") in BOARDS for environment in every
-    )
+    return isinstance(environments, dict) and bool(environments) and _unknown_environment(data) is None
+
+
+def _unknown_environment(data: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Path of the first environment that is no board."""
+    environments = data.get("custom_envs")
+    if not isinstance(environments, dict):
+        return None
+    for tag, environment in environments.items():
+        if not isinstance(environment, dict):
+            return ("custom_envs", str(tag))
+        if environment.get("env_type") not in BOARDS:
+            return ("custom_envs", str(tag), "env_type")[: 2 + ("env_type" in environment)]
+    return None
 
 
 def has_images(data: Mapping[str, Any]) -> bool:

@@ -419,7 +419,15 @@ def messages_column(value: Any, key: Key) -> Outcome:
         "preference": "ROLL's dpo reads the columns instruction, chosen_key and rejected_key",
         "distill": "ROLL's distill reads question_key and answer_key",
     }
-    return key.dead(reads[key.pipeline]) if key.pipeline in reads else key.unchanged()
+    if key.pipeline in reads:
+        return key.dead(reads[key.pipeline])
+    if _makes_video_rows(key.beside("custom_data_kwargs_func")):
+        return key.unneeded("the prompts that custom_data_kwargs_func makes are texts")
+    return key.unchanged()
+
+
+def _makes_video_rows(function: Any) -> bool:
+    return str(function).rpartition(".")[2] == VIDEO_ROWS
 
 
 def file_name(value: Any, key: Key) -> Outcome:
@@ -454,7 +462,7 @@ def row_function(value: Any, key: Key) -> Outcome:
     """Function that makes rows (roll/datasets/vlm_dataset_utils.py); ROLL has one for data with videos."""
     if value is None:
         return key.unneeded("null has no effect")
-    if str(value).rpartition(".")[2] != VIDEO_ROWS:
+    if not _makes_video_rows(value):
         return key.refused("custom code that makes rows: compute them by `columns`, or write them to a file")
     columns = {"prompt": "{{ problem }}", "ground_truth": "{{ solution }}"}
     written = {"columns": columns, "videos": "video", "tag": "modality_type"}
@@ -538,6 +546,13 @@ def moe_aux_loss_coef(value: Any, key: Key) -> Outcome:
         if key.get(*strategy, "strategy_config", name) is not None:
             return key.unneeded(f"{name} of its strategy_config takes precedence, as in ROLL")
     return key.renamed({(*strategy, "strategy_config", "moe_aux_loss_coeff"): value}, BY_SEQUENCE)
+
+
+def sequence_parallel(value: Any, key: Key) -> Outcome:
+    """Keep Megatron's sequence parallelism if there is tensor parallelism."""
+    if key.beside("tensor_model_parallel_size") in (None, 1):
+        return key.unneeded("it has no effect without tensor parallelism")
+    return key.unchanged()
 
 
 def virtual_pipeline(value: Any, key: Key) -> Outcome:

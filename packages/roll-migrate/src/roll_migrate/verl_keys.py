@@ -246,9 +246,8 @@ def images(value: Any, key: Key) -> Outcome:
 
 
 def _column(name: str, value: Any, key: Key) -> Outcome:
-    if lookup(key.source, "optim") is not None:
-        return key.renamed(f"sft_train.data_args.{name}")
-    roles = ("actor_train", "validation")[: 1 + evaluates(key.source)]
+    trained = "actor_train" if lookup(key.source, "optim") is None else "sft_train"
+    roles = (trained, "validation")[: 1 + evaluates(key.source)]
     return key.renamed({f"{role}.data_args.{name}": value for role in roles})
 
 

@@ -266,6 +266,10 @@ def _arithmetic(source: Mapping[str, Any]) -> str:
     return accumulation(source)[1]
 
 
+def _reads_images(source: Mapping[str, Any]) -> bool:
+    return not is_old(source) and verl.has_images(source)
+
+
 def _has_lora(source: Mapping[str, Any]) -> bool:
     return bool(lookup(source, "model.lora_rank"))
 
@@ -297,5 +301,8 @@ DEFAULTS: tuple[Default, ...] = (
         for role in (ROLE, "validation")
         for name in ("messages", "prompt", "response")
     ),
+    Default(f"{COLUMNS}.images", "images", _reads_images),
+    Default("validation.data_args.images", "images", lambda source: _reads_images(source) and verl.evaluates(source)),
+    Default(f"{ROLE}.model_args.freeze", lambda source, config: [], _reads_images),
 )
 """verl's defaults that differ from roll-core's."""
