@@ -123,6 +123,7 @@ def test_a_models_id_on_the_hub_is_not_looked_for(here):
 def test_ids_of_modelscope_need_its_library(here, monkeypatch):
     text = GRPO.replace("pretrain: model", "pretrain: Qwen/Qwen3-0.6B")
     monkeypatch.setenv("MODEL_DOWNLOAD_TYPE", "MODELSCOPE")
+    monkeypatch.setattr("roll_core.data.modelscope.find_spec", lambda name: object())
     assert mistakes(text) == []
     monkeypatch.setattr("roll_core.data.modelscope.find_spec", lambda name: None)
     assert [key for *_, key in mistakes(text)] == ["pretrain"]

@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -50,16 +51,22 @@ class DaytonaService:
 
     def client(self) -> Any:
         """The library's client. Raises `WorkspaceError` if the token is missing."""
-        from daytona import Daytona, DaytonaConfig
-
         if not (token := os.environ.get(self.token)):
             raise WorkspaceError(f"container.token: the environment variable {self.token} is not set")
-        return Daytona(DaytonaConfig(api_key=token, api_url=self.url or None, target=self.target or None))
+        return _client(self.url, token, self.target)
 
     @property
     def words(self) -> tuple[str, str, str]:
         """Words of this module's commands."""
         return self.url, self.token, self.target
+
+
+@cache
+def _client(url: str, token: str, target: str) -> Any:
+    """One client per process: each has a stream of events, which it closes 30 s after its last container."""
+    from daytona import Daytona, DaytonaConfig
+
+    return Daytona(DaytonaConfig(api_key=token, api_url=url or None, target=target or None))
 
 
 class DaytonaWorkspace(Workspace):
