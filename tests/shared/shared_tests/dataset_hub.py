@@ -109,12 +109,18 @@ def serving_datasets() -> Iterator[DatasetHub]:
                 if name.startswith(path)
             ] + [{"type": "directory", "path": folder, "oid": "0" * 40} for folder in folders]
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with serving(Handler) as hub.url:
+        yield hub
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """URL at which `handler` answers until the end of the context."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

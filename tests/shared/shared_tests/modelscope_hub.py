@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
+
+from shared_tests.dataset_hub import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -74,15 +75,8 @@ def serving_modelscope() -> Iterator[ModelScopeHub]:
             else:
                 self.answer(200, files[query["FilePath"]], "application/octet-stream")
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving(Handler) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def use_modelscope(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
